@@ -164,9 +164,9 @@ def test_aliases_of_rules_and_compositions_stand_behind_a_name_too() -> None:
         ("ixg.plus.skipplus", {}, "two compositions"),
         ("ixg.rollout", {}, "multiplies token-to-token matrices"),
         ("random.plus", {}, "has no layer maps"),
-        ("skipplus", {}, "'skipplus' is no method but follows one, as in 'ixg.skipplus'"),
-        ("libra", {}, "'libra' is no method but follows one, as in 'ixg.libra'"),
-        ("rollout.plus", {}, "product over all blocks already"),
+        ("skipplus", {}, "'skipplus' is not a method; it follows one, as in 'ixg.skipplus'"),
+        ("libra", {}, "'libra' is not a method; it follows one, as in 'ixg.libra'"),
+        ("rollout.plus", {}, "already is a product over all blocks"),
         ("rawatt.libra", {}, "uses no gradient"),
         ("rise.libra", {}, "uses no gradient"),
         ("rollout", {"stat": 1}, "no setting 'stat'; did you mean 'start'"),
@@ -180,8 +180,8 @@ def test_aliases_of_rules_and_compositions_stand_behind_a_name_too() -> None:
         ("genatt", {"batch_size": -1}, "batch_size -1"),
         ("genatt", {"batch_size": 0}, "batch_size 0"),
         ("genatt", {"seed": "x"}, "seed 'x' is a str"),
-        ("ixg.plus", {"level": "pixel"}, "sums over blocks, and level='pixel' has none"),
-        ("ixg", {"level": "pixel", "start": 1}, "start=1 means nothing"),
+        ("ixg.plus", {"level": "pixel"}, "sums over blocks, but level='pixel' has no blocks"),
+        ("ixg", {"level": "pixel", "start": 1}, "start=1 does not apply"),
     ],
 )
 def test_wrong_requests_are_explained(method: str, settings: dict[str, object], message: str) -> None:

@@ -149,7 +149,7 @@ def test_a_folder_of_a_transformers_backbone(kind: str, tmp_path: Path) -> None:
     heads = "Similar.*Prototypes.*Linear.*Neurons.*Texts"
     with pytest.raises(pl.PatchlightError, match=f"no classifier.*{heads}"):
         pl.load(f"hf:{where}")
-    with pytest.raises(pl.PatchlightError, match="no text side"):
+    with pytest.raises(pl.PatchlightError, match="no text encoder"):
         pl.load(f"hf:{where}", texts=["a dog"])
 
 
@@ -201,7 +201,7 @@ def test_flexible_transformers_are_refused_with_the_reason() -> None:
         pytest.skip("this transformers has no SigLIP2")
     sizes = {key: value for key, value in VISION.items() if key != "image_size"}
     model = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**sizes))
-    with pytest.raises(pl.Unsupported, match=r"NaFlex.*no one patch grid.*SiglipModel"):
+    with pytest.raises(pl.Unsupported, match=r"NaFlex.*no common patch grid.*SiglipModel"):
         pl.wrap(model)
 
 
@@ -229,7 +229,7 @@ def test_backbones_of_timm(name: str) -> None:
         assert pl.explain(asked, batch[:1], "ixg", target=0).scores.isfinite().all()
     with pytest.raises(pl.PatchlightError, match="no classifier"):
         pl.wrap(vit.model)
-    with pytest.raises(pl.PatchlightError, match="no text side"):
+    with pytest.raises(pl.PatchlightError, match="no text encoder"):
         pl.wrap(vit.model, texts=["a dog"])
 
 
@@ -270,5 +270,5 @@ def test_torchvision_without_its_heads() -> None:
 def test_labels_belong_to_the_head_of_a_transformers_backbone() -> None:
     with pytest.raises(pl.PatchlightError, match="give labels to the head"):
         quiet(transformers_model("ViTModel"), head=probe(WIDTH), labels=["a", "b", "c"])
-    with pytest.raises(pl.PatchlightError, match="no text side, so a tokenizer"):
+    with pytest.raises(pl.PatchlightError, match="no text encoder, so a tokenizer"):
         quiet(transformers_model("ViTModel"), head=probe(WIDTH), tokenizer=str)

@@ -380,10 +380,10 @@ def test_bad_heads_are_one_sentence(vit: Anatomy, tmp_path: Path) -> None:
         ("text 1 is empty", lambda: heads.Texts(["a cat", " "])),
         ("no sentences", lambda: heads.Texts([])),
         ("two classes are called", lambda: heads.Texts(["a cat", "a cat"])),
-        ("no place for a text", lambda: heads.Texts(["a cat"], template="a photo")),
-        ("no place for a text", lambda: heads.Texts(["a cat"], template=[])),
+        ("no placeholder for the text", lambda: heads.Texts(["a cat"], template="a photo")),
+        ("no placeholder for the text", lambda: heads.Texts(["a cat"], template=[])),
         ("texts is a dict", lambda: heads.Texts({"a": 1})),
-        ("no text side", lambda: vit.ask(heads.Texts(["a cat"]))),
+        ("no text encoder", lambda: vit.ask(heads.Texts(["a cat"]))),
         ("no reference images", lambda: heads.Similar([])),
         ("torn.jpg", lambda: vit.ask(heads.Similar([torn]))),
         ("nowhere.jpg", lambda: vit.ask(heads.Similar(["nowhere.jpg"]))),
@@ -396,12 +396,12 @@ def test_bad_heads_are_one_sentence(vit: Anatomy, tmp_path: Path) -> None:
         ("bias has shape \\[3\\].*\\[2\\]", lambda: heads.Linear(small, drawn(3))),
         ("bias is a str", lambda: heads.Linear(small, "bias")),
         ("NaN or infinity", lambda: heads.Linear(small, [1.0, math.nan])),
-        ("weight holds NaN", lambda: heads.Linear(nan)),
-        ("texts holds NaN", lambda: heads.Texts(nan)),
-        ("features holds NaN", lambda: heads.Prototypes(nan, [0, 1])),
-        ("directions holds NaN", lambda: heads.Neurons(1, directions=nan)),
-        ("center holds NaN", lambda: heads.Neurons(1, [3], center=nan[1])),
-        ("bias holds NaN", lambda: heads.Neurons(1, [3], bias=[math.nan])),
+        ("weight contains NaN", lambda: heads.Linear(nan)),
+        ("texts contains NaN", lambda: heads.Texts(nan)),
+        ("features contains NaN", lambda: heads.Prototypes(nan, [0, 1])),
+        ("directions contains NaN", lambda: heads.Neurons(1, directions=nan)),
+        ("center contains NaN", lambda: heads.Neurons(1, [3], center=nan[1])),
+        ("bias contains NaN", lambda: heads.Neurons(1, [3], bias=[math.nan])),
         ("sigmoid.*regression", lambda: heads.Linear(small, sigmoid=True, regression=True)),
         ("no direction", lambda: heads.Texts(torch.zeros(2, 48))),
         ("no direction", lambda: heads.Prototypes(torch.zeros(2, 48), [0, 1])),
@@ -426,10 +426,10 @@ def test_bad_heads_are_one_sentence(vit: Anatomy, tmp_path: Path) -> None:
         ("bias has shape \\[3\\].*\\[2\\]", lambda: heads.Neurons(1, [1, 2], bias=drawn(3))),
         ("no CLS token", lambda: shared("siglip").ask(heads.Neurons(1, [1], pool="cls"))),
         ("head is a str", lambda: pl.wrap(vit, head="similar")),  # type: ignore[arg-type]
-        ("either head or texts", lambda: pl.wrap(vit, head=heads.Linear(small), texts=["a"])),
-        ("either head or texts", lambda: pl.load("pocket", head=heads.Linear(small), texts=["a"])),
+        ("head or texts, not both", lambda: pl.wrap(vit, head=heads.Linear(small), texts=["a"])),
+        ("head or texts, not both", lambda: pl.load("pocket", head=heads.Linear(small), texts=["a"])),
         ("labels cannot be given", lambda: pl.wrap(vit, labels=["a", "b"], head=heads.Linear(small))),
-        ("no text side", lambda: pl.wrap(vit, texts=["a cat", "a dog"])),
+        ("no text encoder", lambda: pl.wrap(vit, texts=["a cat", "a dog"])),
     ]  # fmt: skip
     for words, action in complaints:
         with pytest.raises(PatchlightError, match=words) as told:
@@ -461,7 +461,7 @@ def test_scores_that_a_head_has_not_are_refused(vit: Anatomy, batch: Tensor) -> 
     neuron = vit.ask(heads.Neurons(2, [3, 4]))
     with pytest.raises(Unsupported, match=r"no probabilities.*score='logit'"):
         pl.explain(neuron, batch, score="probability")
-    with pytest.raises(Unsupported, match="no cosines"):
+    with pytest.raises(Unsupported, match="not computed from cosines"):
         pl.explain(neuron, batch, score="cosine")
     assert pl.explain(neuron, batch, "tis").score == "logit"
     similar = vit.ask(heads.Similar(images(vit, 2, seed=4)))
@@ -509,9 +509,9 @@ def test_what_is_about_the_own_classifier_is_refused_beside_a_head(vit: Anatomy)
     for own in ({"sigmoid": True}, {"regression": True}, {"labels": list("abcdefg")}):
         with pytest.raises(PatchlightError, match=f"give {next(iter(own))} to the head"):
             pl.wrap(vit.model, head=heads.Linear(drawn(2, width)), **own)
-    with pytest.raises(PatchlightError, match="template stands around sentences"):
+    with pytest.raises(PatchlightError, match="template applies to sentences"):
         pl.wrap(vit.model, template="a {}")
-    with pytest.raises(PatchlightError, match="template stands around sentences"):
+    with pytest.raises(PatchlightError, match="template applies to sentences"):
         heads.Texts(drawn(2, width), template="a {}")
 
 

@@ -81,10 +81,10 @@ def test_the_stage_is_chosen_by_name_or_count() -> None:
     assert {"swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "pvt_v2_b0", "twins_svt_small"} <= {
         *list_models()
     }
-    with pytest.raises(pl.PatchlightError, match="there is no stage 4; swin has stages 0 to 3"):
+    with pytest.raises(pl.PatchlightError, match="stage 4 does not exist; swin has stages 0 to 3"):
         opened("swin", stage=4)
     for family in ("vit", "torchvision"):
-        with pytest.raises(pl.PatchlightError, match="has no stages, so stage=2 means nothing"):
+        with pytest.raises(pl.PatchlightError, match="has no stages, so stage=2 does not apply"):
             pl.wrap(FAMILIES[family](), stage=2)
     with pytest.raises(pl.PatchlightError, match="no classifier"):
         pl.wrap(timm.create_model("pvt_v2_b0", num_classes=0))
@@ -99,8 +99,8 @@ def test_what_works_and_what_is_refused(family: str) -> None:
     for name in ("rawatt", "rollout", "genatt", "gradsam", "attcat", "ixg", "cat", "decompx", "fullgrad", "gradcam"):
         assert works[name].supported, works[name].reason
     refused = {
-        "lrp": "know plain ViT blocks, and those of",
-        "transatt": "know plain ViT blocks, and those of",
+        "lrp": "cover plain ViT blocks, and those of",
+        "transatt": "cover plain ViT blocks, and those of",
         "tis": "merges patches",
         "atman": "between all tokens",
         "tam": "over one grid of tokens",
@@ -171,9 +171,9 @@ def test_a_rule_at_the_feature_map(name: str) -> None:
 
 
 def test_what_swin_v2_and_the_pooling_ones_do_not_show() -> None:
-    for name, why in (("swinv2", "norms stand behind"), ("pvtv2", "MLPs mix"), ("twins", "a convolution stands")):
+    for name, why in (("swinv2", "norms follow"), ("pvtv2", "MLPs mix"), ("twins", "stage has a convolution")):
         vit = opened(name)
-        with pytest.raises(Unsupported, match=f"tokens between attention and MLP are not to be seen in {name}.*{why}"):
+        with pytest.raises(Unsupported, match=f"tokens between attention and MLP are not available in {name}.*{why}"):
             pl.explain(vit, images(vit, 1), "tokentm")
     assert pl.explain(opened("swin"), images(opened("swin"), 1), "tokentm").grid == (4, 4)
 

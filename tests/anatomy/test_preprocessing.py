@@ -110,7 +110,7 @@ def test_files_that_say_nothing(tmp_path: Path) -> None:
     sentences = {
         tmp_path / "none.json": r"no preprocessing at '.*none.json'; give a JSON or TOML file",
         tmp_path: r"no preprocessor_config.json in",
-        tmp_path / "list.json": r"holds a list; give an object",
+        tmp_path / "list.json": r"contains a list; give an object",
         tmp_path / "bad.json": r"bad.json' is not JSON",
         tmp_path / "bad.toml": r"bad.toml', line 2: there is no key 'colour'",
         tmp_path / "own.txt": r"cannot be read as a preprocessing; give a .json or .toml",

@@ -145,14 +145,14 @@ def test_a_dinov2_is_shown_what_its_processor_cuts_out() -> None:
 @pytest.mark.parametrize(
     ("stem", "words", "options"),
     [
-        ("ViT", ("takes pictures of 64 x 64", "gives 96 x 96"), {"size": {"height": 96, "width": 96}}),
-        ("CLIP", ("takes pictures of 64 x 64", "gives 56 x 56"), {"crop_size": 56}),
+        ("ViT", ("takes images of 64 x 64", "gives 96 x 96"), {"size": {"height": 96, "width": 96}}),
+        ("CLIP", ("takes images of 64 x 64", "gives 56 x 56"), {"crop_size": 56}),
         ("ViT", ("does not resize", ADVICE), {"do_resize": False}),
-        ("CLIP", ("cuts nothing out", ADVICE), {"do_center_crop": False}),
-        ("ViT", ("no fixed size", ADVICE), {"size": {"shortest_edge": 64, "longest_edge": 90}}),
-        ("ViT", ("no fixed size", ADVICE), {"size": {"longest_edge": 90}}),
-        ("ViT", ("do not say", ADVICE), {"do_pad": True, "pad_size": {"height": 80, "width": 80}}),
-        ("CLIP", ("do not say", ADVICE), {"size": {"height": 70, "width": 90}, "crop_size": 64}),
+        ("CLIP", ("without a crop", ADVICE), {"do_center_crop": False}),
+        ("ViT", ("not a fixed size", ADVICE), {"size": {"shortest_edge": 64, "longest_edge": 90}}),
+        ("ViT", ("not a fixed size", ADVICE), {"size": {"longest_edge": 90}}),
+        ("ViT", ("does more than resize", ADVICE), {"do_pad": True, "pad_size": {"height": 80, "width": 80}}),
+        ("CLIP", ("does more than resize", ADVICE), {"size": {"height": 70, "width": 90}, "crop_size": 64}),
     ],
 )
 def test_processors_that_are_refused(stem: str, words: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_a_processor_that_does_not_do_what_it_says() -> None:
         def __call__(self, *given: Any, **options: Any) -> Any:
             return {"pixel_values": -self.plain(*given, **options)["pixel_values"]}
 
-    refuses(("Inverted", "do not say", ADVICE), pl.wrap, model("hf-vit"), processor=Inverted())
+    refuses(("Inverted", "does more than resize", ADVICE), pl.wrap, model("hf-vit"), processor=Inverted())
 
 
 def test_boxes_masks_and_pictures_lie_where_a_processor_puts_them() -> None:

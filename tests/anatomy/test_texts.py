@@ -97,7 +97,7 @@ def test_a_transformers_folder_with_sentences(kind: str, tmp_path: Path) -> None
 
 def test_a_transformers_folder_without_a_tokenizer(tmp_path: Path) -> None:
     where = folder("CLIPModel", tmp_path, tokenizer=False)
-    with pytest.raises(pl.PatchlightError, match=r"came without a tokenizer.*processor="):
+    with pytest.raises(pl.PatchlightError, match=r"has no tokenizer.*processor="):
         pl.load(f"hf:{where}", texts=TEXTS)
     vit = pl.load(f"hf:{where}", texts=TEXTS, tokenizer=words("CLIPModel"))
     torch.testing.assert_close(vit.logits(images(vit)), both_sides(vit, images(vit), TEXTS), atol=1e-5, rtol=1e-5)
@@ -114,7 +114,7 @@ def test_a_processor_of_transformers_brings_the_tokenizer() -> None:
     Processor.tokenizer = tokenizer
     vit = pl.wrap(model, texts=TEXTS, processor=Processor())
     torch.testing.assert_close(vit.logits(images(vit)), shared_pair("transformers-CLIPModel").logits(images(vit)))
-    with pytest.raises(pl.PatchlightError, match="came without a tokenizer"):
+    with pytest.raises(pl.PatchlightError, match="has no tokenizer"):
         pl.wrap(model, texts=TEXTS, processor=pictures)
 
 
@@ -185,7 +185,7 @@ def test_sentences_that_do_not_fit_are_refused(kind: str, marks: int) -> None:
             pl.wrap(bare, texts=texts)
     with pytest.raises(pl.PatchlightError, match=r"rows of width 5"):
         pl.wrap(bare, head=pl.heads.Texts(torch.randn(2, 5)))
-    with pytest.raises(pl.PatchlightError, match="either head or texts"):
+    with pytest.raises(pl.PatchlightError, match="head or texts, not both"):
         pl.wrap(bare, head=pl.heads.Texts(["a"]), texts=["a"])
 
 
@@ -228,7 +228,7 @@ def test_an_open_clip_folder(tmp_path: Path) -> None:
     assert (random.logits(batch) - vit.logits(batch)).abs().max() > 1e-3
     filled = pl.load(f"open_clip:{tmp_path}", texts=TEXTS, weights=tmp_path / "open_clip_model.safetensors")
     torch.testing.assert_close(filled.logits(batch), vit.logits(batch))
-    with pytest.raises(pl.PatchlightError, match=r"weights of its own; pretrained='openai'"):
+    with pytest.raises(pl.PatchlightError, match=r"its own weights; pretrained='openai'"):
         pl.load(f"open_clip:{tmp_path}", texts=TEXTS, pretrained="openai")
     (tmp_path / "open_clip_model.safetensors").unlink()
     with pytest.raises(pl.PatchlightError, match=r"could not be loaded.*weights"):
@@ -301,7 +301,7 @@ def test_open_clip_models_that_cannot_be_opened() -> None:
     with pytest.raises(pl.Unsupported, match="by token or average work"):
         pl.wrap(pooled, texts=TEXTS)
     convolutions = open_clip.model.CLIP(24, {**OWN_TOWER, "layers": [1, 1, 1, 1]}, OWN_TEXT)
-    with pytest.raises(pl.Unsupported, match="its image side is a ModifiedResNet"):
+    with pytest.raises(pl.Unsupported, match="its image encoder is a ModifiedResNet"):
         pl.wrap(convolutions, texts=TEXTS)
     other = open_clip.model.CLIP(24, OWN_TOWER, {**OWN_TEXT, "vocab_size": 100})
     with pytest.raises(pl.PatchlightError, match=r"tokenizer=open_clip\.get_tokenizer"):

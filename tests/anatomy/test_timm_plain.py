@@ -103,7 +103,7 @@ def test_refusals(family: str, attention: str, rule: str) -> None:
     with pytest.raises(pl.Unsupported, match=f"rule 'libra' does not hold for {family}: .*{rule}"):
         pl.explain(vit, images(vit, 1), "ixg.libra")
     if vit.can_drop is not None:
-        with pytest.raises(pl.Unsupported, match="which need a whole grid"):
+        with pytest.raises(pl.Unsupported, match="grid must be complete"):
             vit.run(vit.embed(images(vit, 1)), keep=torch.zeros(1, 2, dtype=torch.long))
 
 

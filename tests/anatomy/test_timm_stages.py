@@ -151,12 +151,12 @@ def test_another_type_and_a_changed_model_are_followed() -> None:
         ("resnet18", "it is a convolutional network \\(timm's resnet\\)"),
         ("mixer_s16_224", "it mixes patches by MLPs"),
         ("crossvit_tiny_240", "two grids of patches of different sizes"),
-        ("tnt_s_patch16_224", "over the pixels within each"),
-        ("qwen3_vit_88m_enc", "no logits; 'qwen3_vit_88m' has a classifier"),
+        ("tnt_s_patch16_224", "over the pixels in each"),
+        ("qwen3_vit_88m_enc", "not logits; 'qwen3_vit_88m' has a classifier"),
     ],
 )
 def test_what_is_not_opened_says_what_it_is(name: str, told: str) -> None:
-    with pytest.raises(pl.PatchlightError, match=f"'{name}' is not a Vision Transformer that can be read: .*{told}"):
+    with pytest.raises(pl.PatchlightError, match=f"'{name}' is not a supported Vision Transformer: .*{told}"):
         pl.load(name, pretrained=False)
     assert name not in pl.list_models()
     if name == "resnet18":
@@ -165,7 +165,7 @@ def test_what_is_not_opened_says_what_it_is(name: str, told: str) -> None:
 
 
 def test_no_such_stage() -> None:
-    with pytest.raises(pl.PatchlightError, match="there is no stage 3; pit has stages 0 to 2"):
+    with pytest.raises(pl.PatchlightError, match="stage 3 does not exist; pit has stages 0 to 2"):
         opened("pit", 3)
 
 

@@ -48,7 +48,7 @@ def test_a_folder_of_an_image_text_model(tmp_path: Path) -> None:
     for kind in ("CLIPModel", "SiglipModel"):
         name = folder_of(kind, tmp_path)
         refuses(("no classifier", "Texts(sentences)"), pl.load, f"hf:{name}")
-        refuses(("without a tokenizer", "processor="), pl.load, f"hf:{name}", texts=["a dog"])
+        refuses(("has no tokenizer", "processor="), pl.load, f"hf:{name}", texts=["a dog"])
 
 
 def test_a_checkpoint_with_holes(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_a_transformers_folder_of_whole_numbers(tmp_path: Path) -> None:
         ("labels.csv", "index,name\n0,cat\n1\n2,cow\n", "class 1 has no name"),
         ("labels.csv", "index,name\n", "no line below it"),
         ("labels.csv", "", "no line below it"),
-        ("labels.txt", "", "holds no labels"),
-        ("labels.txt", "\n\n", "holds no labels"),
-        ("labels.txt", " \n", "holds no labels"),
+        ("labels.txt", "", "contains no labels"),
+        ("labels.txt", "\n\n", "contains no labels"),
+        ("labels.txt", " \n", "contains no labels"),
         ("labels.txt", "cat\n\ncow\n", "class 1 has no name"),
         ("labels.txt", b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text file in UTF-8"),
         ("labels.csv", b"cat\0\ndog\n", "not a text file in UTF-8"),
@@ -157,7 +157,7 @@ def test_labels_that_are_no_list() -> None:
     assert read_labels({1: "dog", 0: "cat"}) == ["cat", "dog"]
     refuses("none for class 1", read_labels, {0: "cat", 2: "dog"})
     for labels in (3, {"cat", "dog"}, b"cat"):
-        refuses(f"given as {type(labels).__name__}", read_labels, labels)
+        refuses(f"have type {type(labels).__name__}", read_labels, labels)
 
 
 def test_nothing_given_as_a_keyword_of_wrap() -> None:

@@ -474,8 +474,8 @@ def test_wrong_heads_are_one_sentence(folder: Path) -> None:
         "explain", photo, "--text", "a", "--similar-to", photo
     )
     assert "--template needs --text" in refused("explain", photo, "--template", "a {}")
-    assert "no text side" in refused("explain", photo, "--text", "a dog", "--text", "a cat")
-    assert "no place for a text" in refused("explain", photo, "--text", "a dog", "--template", "a photo")
+    assert "no text encoder" in refused("explain", photo, "--text", "a dog", "--text", "a cat")
+    assert "no placeholder for the text" in refused("explain", photo, "--text", "a dog", "--template", "a photo")
     assert "text 0 is empty" in refused("explain", photo, "--text", " ")
 
 

@@ -363,7 +363,7 @@ def test_trace_hands_over_the_evidence() -> None:
     with pytest.raises(pl.PatchlightError, match="no backward rule"), pl.trace(vit, batch, rule="libre"):
         pass
     with (
-        pytest.raises(pl.PatchlightError, match="one class an image; 2 were given"),
+        pytest.raises(pl.PatchlightError, match="one class per image; 2 were given"),
         pl.trace(vit, batch, [[0, 1]] * 3),
     ):
         pass

@@ -26,7 +26,7 @@ def test_every_part_is_read_by_its_letter_where_it_is_declared(part: str) -> Non
 
 
 def test_what_is_declared_and_not_there_is_told() -> None:
-    with pytest.raises(pl.Unsupported, match="`mine` reads u, and block 3 of this model shows none"):
+    with pytest.raises(pl.Unsupported, match="`mine` reads u, and block 3 of this model does not expose it"):
         Evidence(Record(3, X), {"u"}, "mine").u  # noqa: B018
 
 

@@ -208,7 +208,7 @@ def test_keys_that_are_alike_are_told() -> None:
         qkv.weight[width : 2 * width] = 0
         qkv.bias[width : 2 * width] = 0
     batch = images(vit)
-    with pytest.warns(DegenerateMap, match="all keys lie alike"):
+    with pytest.warns(DegenerateMap, match="all keys are equally similar"):
         assert not maps(vit, batch, "grad-eclip").any()
     assert maps(vit, batch, "grad-eclip", cosine="none").any()
 
@@ -239,11 +239,11 @@ def test_the_pooler() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "told"),
     [
-        ("vit", {"heads": "single", "layer": 0}, "about the last block alone"),
-        ("reg4-gap", {"heads": "single"}, "read at CLS, which reg4-gap is not"),
-        ("siglip", {"cosine": "projected"}, "no output projection"),
+        ("vit", {"heads": "single", "layer": 0}, "applies to the last block only"),
+        ("reg4-gap", {"heads": "single"}, "CLS pooling, which reg4-gap is not"),
+        ("siglip", {"cosine": "projected"}, "no readable output projection"),
         ("vit", {"attention": "pooler"}, "has cls pooling and no pooler"),
-        ("siglip", {"attention": "pooler", "layer": 0}, "behind the last block"),
+        ("siglip", {"attention": "pooler", "layer": 0}, "follows the last block"),
         ("swin", {}, "reads the values of all tokens together"),
     ],
 )

@@ -125,7 +125,7 @@ def test_fewer_coalitions_than_players_still_share_everything() -> None:
     values = constrained_values(z, gain, torch.tensor([0.7]))
     assert float(values.sum()) == pytest.approx(0.7, abs=1e-6)
     vit = shared("vit")
-    with pytest.warns(DegenerateMap, match="8 coalitions cannot tell 16 patches apart"):
+    with pytest.warns(DegenerateMap, match="8 coalitions are too few for 16 patches"):
         pl.explain(vit, images(vit, 1), "kernel-shap", samples=8)
 
 
@@ -237,7 +237,7 @@ def test_the_empty_coalition_is_the_prefix_tokens_or_the_fill() -> None:
         vit = shared(family)
         auto = maps(vit, images(vit), "kernel-shap", samples=40)
         torch.testing.assert_close(auto, maps(vit, images(vit), "kernel-shap", samples=40, unit="patch"))
-        with pytest.raises(pl.Unsupported, match="says nothing about the empty coalition; unit='patch' works"):
+        with pytest.raises(pl.Unsupported, match="the empty coalition has no score; unit='patch' works"):
             pl.explain(vit, images(vit), "kernel-shap", unit="token")
 
 

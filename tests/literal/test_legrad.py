@@ -228,7 +228,7 @@ def test_blocks_and_presets() -> None:
     torch.testing.assert_close(maps(vit, batch, "legrad"), first / vit.depth, **CLOSE)
     assert (before - 2 * last).abs().max() > 1e-3
     for composition in ("plus", "skipplus", "rollout"):
-        with pytest.raises(PatchlightError, match="mean over the blocks already"):
+        with pytest.raises(PatchlightError, match="already is the mean over the blocks"):
             resolve(f"legrad.{composition}")
 
 

@@ -151,7 +151,7 @@ def test_without_masks_it_is_the_prior() -> None:
         for name, given in (("fullgrad-plus.libra", {}), ("posterior", {"samples": 0}))
     )
     torch.testing.assert_close(alone, prior)
-    with pytest.raises(pl.PatchlightError, match="give one of both"):
+    with pytest.raises(pl.PatchlightError, match="give samples or a prior"):
         pl.explain(vit, batch, "posterior", samples=0, prior="none")
 
 

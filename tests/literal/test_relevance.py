@@ -161,6 +161,6 @@ def test_binary_heads_and_pairs_start_from_their_own_row() -> None:
 
 def test_rule_wrappers_are_refused() -> None:
     for name in ("lrp", "partial-lrp", "transatt"):
-        with pytest.raises(PatchlightError, match="relevance rules of its own"):
+        with pytest.raises(PatchlightError, match="its own relevance rules"):
             resolve(f"{name}.libra")
     assert METHODS["transatt"].aliases == ("chefer1", "cgw1")

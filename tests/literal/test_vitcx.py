@@ -21,8 +21,8 @@ from patchlight.methods.base import Ask
 from patchlight.methods.maps import compute
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.vitcx import (
-    _merged,
-    _numbered,
+    _merge_nearest,
+    _number_clusters,
     causal_scores,
     cluster_masks,
     clusters,
@@ -134,8 +134,8 @@ def test_clusters_stay_below_the_threshold(on_device: bool) -> None:
 
     def found(distances: Tensor, threshold: float) -> list[int]:
         used = torch.ones(1, len(distances), dtype=torch.bool)
-        leader = _merged(distances[None], threshold, used)
-        return (_numbered(leader, used) if on_device else clusters(distances[None], threshold))[0].tolist()
+        leader = _merge_nearest(distances[None], threshold, used)
+        return (_number_clusters(leader, used) if on_device else clusters(distances[None], threshold))[0].tolist()
 
     masks, _ = scaled(torch.rand(40, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), (32, 32))
     distances = cosine_distances(masks, (32, 32))
@@ -157,7 +157,7 @@ def test_unused_masks_belong_to_no_cluster() -> None:
     masks, _ = scaled(torch.rand(2, 30, 4, 4, generator=torch.Generator().manual_seed(3)).double(), (32, 32))
     distances, used = cosine_distances(masks, (32, 32)), torch.rand(2, 30) > 0.3
     labels = clusters(distances, 0.2, used)
-    assert torch.equal(labels, _numbered(_merged(distances, 0.2, used), used))
+    assert torch.equal(labels, _number_clusters(_merge_nearest(distances, 0.2, used), used))
     assert ((labels < 0) == ~used).all()
     alone = [clusters(distances[i : i + 1, used[i]][:, :, used[i]], 0.2)[0] for i in range(2)]
     assert all(torch.equal(labels[i, used[i]], alone[i]) for i in range(2))

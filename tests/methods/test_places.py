@@ -111,7 +111,7 @@ def test_no_gradient_reaches_patches_behind_the_last_attention() -> None:
 
 
 def test_a_model_that_hides_its_attention_says_so() -> None:
-    for family, reason in (("gemma4", "norms stand behind"), ("sam", "within windows"), ("cait", "joins the patches")):
+    for family, reason in (("gemma4", "norms also follow"), ("sam", "within windows"), ("cait", "joins the patches")):
         vit = shared(family)
         for name in ("gradcam", "vit-cx", "score-cam"):
             told = refusal(resolve(name, {"layer": "blocks[-1].attention"}), vit)

@@ -293,10 +293,10 @@ def test_one_image_without_a_label_leaves_the_others_theirs() -> None:
 
 
 def test_a_word_of_a_preset_is_explained_without_it() -> None:
-    words = "without one give 'blur-rise' (preset 'rise') or 'blur-tis' (preset 'tis')"
+    words = "without a preset give 'blur-rise' (preset 'rise') or 'blur-tis' (preset 'tis')"
     with pytest.raises(pl.PatchlightError) as caught:
         evaluate(maps(), fill="blur")
-    assert str(caught.value) == f"setting fill='blur' of 'deletion' is a word of its presets rise, tis; {words}"
+    assert str(caught.value) == f"setting fill='blur' of 'deletion' belongs to its presets rise, tis; {words}"
     assert resolve_metric("deletion", {"preset": "tis", "fill": "blur"}).settings["fill"] == "blur-tis"
     assert resolve_metric("deletion", {"fill": "black"}).settings["fill"] == "black"
 

@@ -301,5 +301,5 @@ def test_what_cannot_be_done_is_refused() -> None:
         pl.evaluate(swin, images(swin, 1), maps, "deletion", unit="token")
     assert pl.evaluate(swin, images(swin, 1), maps, "deletion", unit="patch", steps=3).count == 1
     siglip = shared("siglip")
-    with pytest.raises(pl.Unsupported, match="reads its class off the patches"):
+    with pytest.raises(pl.Unsupported, match="reads its class from the patches"):
         pl.evaluate(siglip, images(siglip, 1), torch.rand(1, *siglip.grid), "deletion", preset="vit-shapley")

@@ -330,7 +330,7 @@ def test_road_by_its_authors_and_what_it_refuses() -> None:
     assert found.x.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9])
     assert found.curve is not None
     assert set((2 * found.curve).flatten().tolist()) <= {-1, 0, 1}, "a difference of accuracies"
-    with pytest.raises(pl.PatchlightError, match="do not rise"):
+    with pytest.raises(pl.PatchlightError, match="are not increasing"):
         pl.evaluate(vit, batch, maps, "road", shares=(0.5, 0.5))
     with pytest.raises(pl.PatchlightError, match="shares"):
         pl.evaluate(vit, batch, maps, "road", shares=())

@@ -58,7 +58,7 @@ def test_ssim_is_scikit_images(window: Any) -> None:
         wanted = metrics.structural_similarity(a[i].numpy(), b[i].numpy(), data_range=1.0, **how)
         assert ssim(a, b, window)[i].item() == pytest.approx(wanted, abs=1e-10)
     torch.testing.assert_close(ssim(a, a, window), torch.ones(2, dtype=torch.float64))
-    with pytest.raises(PatchlightError, match="SSIM takes maps of"):
+    with pytest.raises(PatchlightError, match="SSIM needs maps of"):
         ssim(a[:, :6], b[:, :6], window)
 
 

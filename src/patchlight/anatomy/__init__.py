@@ -1,4 +1,4 @@
-"""The model: where things are inside a Vision Transformer, read from the model. `load.py` is the door."""
+"""Vision Transformers, opened: where tokens, blocks and classifier are in a model. Start with `load.py`."""
 
 import lazy_loader
 

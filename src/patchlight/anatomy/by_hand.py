@@ -56,7 +56,7 @@ class DescribedAnatomy(Anatomy):
         return cast(Tensor, self.twin.moved(self._given[2])(tokens))
 
     def whole(self, images: Tensor) -> Any:
-        """What the model itself gives, where that is logits at all: its own forward may take, or give, anything."""
+        """The output of the model itself, if that is logits; its forward may take or return anything."""
         described = self.classified(self.run(self.embed(images)))
         try:
             out: Any = self.net(images)
@@ -71,10 +71,10 @@ class DescribedAnatomy(Anatomy):
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """As ever; but functions that are no methods of the model run the user's own modules.
+        """Keep the twin up to date; run functions that are not methods of the model in evaluation mode.
 
-        Those must be in evaluation mode, which other threads can see: one thread at a time, and only where a module is
-        in training mode.
+        Such functions run the user's own modules. If one is in training mode, it is switched to evaluation mode under a
+        lock, because other threads can see it.
         """
         with super().steady(), contextlib.nullcontext() if self.castable else _evaluating(self.model):
             yield

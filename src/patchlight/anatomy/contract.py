@@ -1,4 +1,4 @@
-"""What a family of models fills in: where things are inside a Vision Transformer, as functions of its tokens."""
+"""What a family of models defines: where things are inside a Vision Transformer, as functions of its tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg", "max"]
 class Parts:
     """The parts of one pre-norm block that methods read by name; None where a block has no such part.
 
-    `value()` gives W_V [H*d, D], heads in order; it is there only where nothing but attention stands between it and
-    `out`. `qkv()` gives weight and bias of queries, keys and values, stacked; `scale1` and `scale2` are layer scales.
-    What a linear part computes is read with `affine`, since adapters may stand around it. `beyond` says
-    what else a block does than u = x + scale1 * out(attention(norm1(x))) and
-    y = u + scale2 * fc2(activation(fc1(norm2(u)))).
+    `value()` is W_V [H*d, D], heads in order; it exists only if nothing but attention is between it and `out`. `qkv()`
+    is weight and bias of queries, keys and values, stacked; `scale1` and `scale2` are layer scales. Read linear parts
+    with `affine`, because they may be wrapped by adapters. `beyond` names what a block does in addition to u = x +
+    scale1 * out(attention(norm1(x))) and y = u + scale2 * fc2(activation(fc1(norm2(u)))).
     """
 
     norm1: nn.Module | None = None
@@ -45,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Ends:
-    """What stands before and behind the blocks of a plain ViT with a CLS token.
+    """What comes before and after the blocks of a plain ViT with a CLS token.
 
     x_0 = cat(prefix [1,p,D], projection(image)) + positions [1,N,D]; the logits are head(norm(x_L)[0]).
     """
@@ -59,7 +58,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Affine:
-    """What a linear layer computes: x W^T + b."""
+    """A linear layer as a function: x W^T + b."""
 
     weight: Tensor
     bias: Tensor | None
@@ -68,16 +67,16 @@ class Affine:
         return F.linear(x, self.weight, self.bias)
 
     def to(self, like: Tensor) -> Affine:
-        """The same map where `like` is, in its type."""
+        """The same map on the device and in the type of `like`."""
         bias = None if self.bias is None else self.bias.detach().to(like)
         return Affine(self.weight.detach().to(like), bias)
 
 
 def affine(layer: Any) -> Affine | None:
-    """The linear map of a layer, as it is and not as it is stored; None where it is none.
+    """The linear map that a layer computes; None if it is not linear.
 
-    A plain linear layer shows its weight. Any other (an adapter around one, say) is asked: the images of 0 and of the
-    unit vectors, and one random vector to see that it is linear at all.
+    A plain linear layer has a weight. Any other layer (for example, an adapter around one) is evaluated at 0, at the
+    unit vectors, and at one random vector to check that it is linear.
     """
     if isinstance(layer, Affine):
         return layer
@@ -95,7 +94,7 @@ def affine(layer: Any) -> Affine | None:
     try:
         with torch.no_grad():
             *units, bias, seen = layer(given)
-    except Exception:  # somebody's layer may want anything else
+    except Exception:  # a user's layer may need another input
         return None
     weight = (torch.stack(units) - bias).mT.contiguous()
     error = (Affine(weight, bias)(given[-1]) - seen).abs().max()
@@ -104,7 +103,7 @@ def affine(layer: Any) -> Affine | None:
 
 
 class Contract(ABC):
-    """The parts of a model, each run on `net`, the twin of the user's model: together they are the model.
+    """The parts of a model, each run on `net`, the twin of the user's model.
 
     `grid` is the patch grid (rows, columns); `prefix` the number of tokens before the patches (CLS, DIST, registers);
     `pooling` how the classifier reads the tokens; `heads` and `width` the size of the blocks.
@@ -119,22 +118,22 @@ class Contract(ABC):
 
     library: str = ""
     can_drop: str | None = None
-    """None when tokens can be dropped, else the reason why not."""
+    """None if tokens can be dropped, otherwise the reason why not."""
     can_rule: str | None = None
-    """None when backward rules see all that its blocks do, else the reason why not."""
+    """None if backward rules cover all operations of its blocks, otherwise the reason why not."""
     can_attend: str | None = None
-    """None when the attention that a probe sees in a block is what the block does, else the reason why not."""
+    """None if the attention found by the probe is all that a block does, otherwise the reason why not."""
     pool_query: Literal["all", "cls"] = "all"
     """Which queries of an attention pooling the classifier reads."""
     reading: str = ""
-    """What tells apart which of a model's outputs are read, where there are several."""
+    """Which of a model's outputs is read, if there are several."""
     hierarchical: bool = False
-    """Whether it is a pyramid, opened at one of its stages: that stage's feature map is what features are read of."""
+    """Whether it has stages and is opened at one of them, whose feature map is read."""
 
     @property
     @abstractmethod
     def net(self) -> Any:
-        """The twin of the model, which all parts run on."""
+        """The twin of the model, on which all parts run."""
 
     @property
     @abstractmethod
@@ -147,35 +146,35 @@ class Contract(ABC):
 
     @abstractmethod
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Block `index` on tokens whose patches stand at `positions` [B,k] of the grid (None: all, in order)."""
+        """Run block `index` on tokens whose patches are at `positions` [B,k] of the grid (None: all, in order)."""
 
     def merge(self, index: int, tokens: Tensor) -> Tensor:
-        """The tokens that block `index` is given, of those that the one before gave: where a stage begins, merged."""
+        """The input of block `index`, from the output of the block before; merged where a stage begins."""
         return tokens
 
     def width_of(self, index: int) -> int:
-        """How many channels the tokens of block `index` have."""
+        """Number of channels of the tokens of block `index`."""
         return self.width
 
     def members(self, index: int) -> list[nn.Module]:
-        """The modules whose parameters are those of block `index`, and of what stands between it and its neighbours."""
+        """The modules that hold the parameters of block `index` and of what lies between it and its neighbours."""
         return [self.blocks[index]]
 
     def merging(self, index: int) -> Merging | None:
-        """Which tokens `merge` makes those of block `index` of; None where they are the same."""
+        """How `merge` combines tokens before block `index`; None if it does not."""
         return None
 
     @property
     def stage_end(self) -> int:
-        """How many blocks stand before the feature map of a hierarchical model."""
+        """Number of blocks before the feature map of a hierarchical model."""
         return 0
 
     @abstractmethod
     def features(self, tokens: Tensor) -> Tensor:
-        """x_L [B,N,D] to what a head reads [B,E]: pooled and normalised."""
+        """x_L [B,N,D] to the pooled and normalised features [B,E] that a head reads."""
 
     def classify(self, features: Tensor) -> Tensor:
-        """Features [B,E] to the logits of the model's own classifier; of a model that has none, themselves."""
+        """Features [B,E] to the logits of the model's classifier; unchanged if it has none."""
         return features
 
     def classified(self, tokens: Tensor) -> Tensor:
@@ -183,13 +182,13 @@ class Contract(ABC):
         return self.classify(self.features(tokens))
 
     def whole(self, images: Tensor) -> Any:
-        """What the model itself gives for images, run on the twin."""
+        """The output of the whole model for images, run on the twin."""
         return self.net(images)
 
     def encode_texts(self, prompts: Sequence[str]) -> Tensor:
-        """The features [n,E] of sentences beside which those of images lie; of models with a text side alone."""
+        """Features [n,E] of sentences, comparable with those of images; only for models with a text encoder."""
         raise Unsupported(
-            f"{self.name} has no text side to read sentences with; give pl.heads.Texts(embeddings, labels), made by "
+            f"{self.name} has no text encoder; give pl.heads.Texts(embeddings, labels), made by "
             "the text model that it was trained with"
         )
 
@@ -202,11 +201,13 @@ class Contract(ABC):
         return Parts()
 
     def own_ends(self) -> Ends | None:
-        """The same with the model's own classifier."""
+        """`ends` of the model's own classifier."""
         return None
 
     def projection(self) -> nn.Module | None:
-        """The module whose output is the projected patches, before prefix tokens and positions join them; else None."""
+        """The module that outputs the projected patches, before prefix tokens and positions are added; None if there is
+        none.
+        """
         return None
 
     @property
@@ -216,7 +217,7 @@ class Contract(ABC):
 
     @property
     def tokens_read(self) -> int:
-        """How many tokens the last block gives: fewer than N where patches were merged."""
+        """Number of tokens that the last block returns: fewer than N where patches were merged."""
         return self.tokens
 
 
@@ -230,8 +231,8 @@ def stacked(*layers: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def linear(layer: Any) -> Affine:
-    """The linear map of a layer that must be one."""
+    """The linear map of a layer; an error if it is not linear."""
     found = affine(layer)
     if found is None:
-        raise Unsupported(f"a {type(layer).__name__} of this model is no linear map that can be read")
+        raise Unsupported(f"a {type(layer).__name__} of this model is not a readable linear map")
     return found

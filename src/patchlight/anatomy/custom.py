@@ -1,4 +1,4 @@
-"""A module of one's own around a Vision Transformer: its forward is run, and crossed at the blocks of its backbone."""
+"""User modules that contain a Vision Transformer: their forward is run and intercepted at the backbone's blocks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
 
 CUSTOM = ("output", "grid", "prefix", "pooling", "channels", "extent")
-"""What `wrap` takes for a module of one's own beside what it takes for every model."""
+"""Keywords of `wrap` for a user's module, in addition to those for every model."""
 Output = Callable[[Any], Any]
 AtBlock = Callable[[Tensor, Callable[[], Any]], Any]
-"""What is done where a forward calls a block: a function of the tokens it is given, and of the call itself."""
+"""Called where a forward calls a block, with the tokens and the call itself."""
 
 
 class CustomAnatomy(Anatomy):
-    """A module whose forward calls a known Vision Transformer, the backbone, and does something of its own around it.
+    """A module whose forward calls a known Vision Transformer, the backbone.
 
-    Blocks are the backbone's. Before and behind them stands whatever the forward does: `embed` runs it until the first
-    block is called, and `classified` runs it on a blank image, all blocks passed over, the last one giving the tokens.
-    Which token the logits are read from is seen by their gradient.
+    The blocks are those of the backbone. `embed` runs the forward until the first block is called. `classified` runs it
+    on a blank image and skips all blocks; the last one returns the tokens. The gradient of the logits shows which
+    tokens are read.
     """
 
     library = "own"
@@ -68,7 +68,7 @@ class CustomAnatomy(Anatomy):
 
     @property
     def _inside(self) -> Anatomy:
-        """The anatomy of the backbone, over the part of the twin that is its."""
+        """The anatomy of the backbone, over its part of the twin."""
         running = self.running
         if running.part[0] is not running.net:
             running.part = running.net, self.backbone.over(running.net.get_submodule(self.path), self)
@@ -82,7 +82,7 @@ class CustomAnatomy(Anatomy):
         inside = self._inside
         inside.watch()
         for block in inside.blocks:
-            block.__class__ = _crossed(cast(Any, type(block)))
+            block.__class__ = _skippable(cast(Any, type(block)))
 
     def embed(self, images: Tensor) -> Tensor:
         def stop(tokens: Tensor, call: Callable[[], Any]) -> Any:
@@ -93,13 +93,13 @@ class CustomAnatomy(Anatomy):
                 self.net(images)
         except _Entered as entered:
             return entered.tokens
-        raise PatchlightError(f"the forward of {self.name} never calls the blocks of '{self.path}'")
+        raise PatchlightError(f"the forward of {self.name} does not call the blocks of '{self.path}'")
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self._inside.block(index, tokens, positions)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """The backbone's: what another head than the module's own reads."""
+        """The backbone's features, for heads other than the module's own."""
         return self._inside.features(tokens)
 
     def classified(self, tokens: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class CustomAnatomy(Anatomy):
         return self._behind(tokens, blank if self._one_blank else blank.expand(len(tokens), -1, -1, -1))
 
     def _behind(self, tokens: Tensor, images: Tensor) -> Tensor:
-        """What the forward makes of images when the last block gives `tokens`, and the others what they are given."""
+        """The output of the forward when the last block returns `tokens` and the others return their input."""
         left = len(self.blocks)
 
         def leave(given: Tensor, call: Callable[[], Any]) -> Any:
@@ -116,14 +116,14 @@ class CustomAnatomy(Anatomy):
             out = given if left else tokens
             return (out,) if self._in_tuples else out
 
-        with _at_blocks(leave), _flowing(), self._unprojected():
+        with _at_blocks(leave), _flowing(), self._hide_projection():
             return self._logits(self.net(images), len(tokens))
 
     def whole(self, images: Tensor) -> Tensor:
         return self._logits(self.net(images), len(images))
 
     def ask(self, head: Head, bind: bool = True) -> Self:
-        """Another head reads the backbone's features, so what the module does behind them limits nothing."""
+        """Use another head on the backbone's features, which the module's own head does not limit."""
         asked = super().ask(head, bind)
         bound = cast("Head", asked.head)
         asked.pooling, asked.can_drop = bound.pooling or self.backbone.pooling, self.backbone.can_drop
@@ -135,26 +135,26 @@ class CustomAnatomy(Anatomy):
     def projection(self) -> nn.Module | None:
         return self._inside.projection()
 
-    def _unprojected(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody who looks at projected patches sees those of the blank image."""
+    def _hide_projection(self) -> contextlib.AbstractContextManager[None]:
+        """Hide the projected patches of the blank image from taps."""
         return contextlib.nullcontext() if self.projection() is None else self.projecting(None)
 
     def _logits(self, out: Any, rows: int) -> Tensor:
-        """The logits [rows,C] among what the forward gives; one number for each image is one class."""
+        """The logits [rows,C] in the output of the forward; one number per image is one class."""
         if self.output is not None:
             try:
                 found = self.output(out)
             except Exception as error:
                 raise PatchlightError(
-                    f"output fails on what {self.name} gives, which is {_described(out)}: {first_line(error)}"
+                    f"output= fails on the result of {self.name}, which is {_describe(out)}: {first_line(error)}"
                 ) from error
             if not isinstance(found, Tensor):
                 raise PatchlightError(
-                    f"output gives {_described(found)} of what {self.name} gives, which is {_described(out)}; "
+                    f"output gives {_describe(found)} of what {self.name} gives, which is {_describe(out)}; "
                     "it must give the tensor of logits [B,C]"
                 )
         else:
-            found = _picked(out, self.name)
+            found = _pick_logits(out, self.name)
         found = found[:, None] if found.ndim == 1 and len(found) == rows else found
         if found.ndim != 2 or len(found) != rows or found.shape[1] == 0 or not found.is_floating_point():
             kind = "" if found.is_floating_point() else f" of {str(found.dtype).removeprefix('torch.')}"
@@ -166,29 +166,29 @@ class CustomAnatomy(Anatomy):
         return found
 
     def check(self) -> None:
-        """Cross the forward on a probe, and say what it does that cannot be crossed; then as every model."""
+        """Check that the forward can be intercepted at the blocks, then check it like every model."""
         stops = None if self.bare is not None else self._cross()
         super().check()
         self.gradient = self.gradient or stops
 
     def _cross(self) -> str | None:
-        """Compare parts and whole, and see how the forward goes on behind the blocks; why no gradient flows there."""
+        """Compare parts and whole, and find the pooling; returns why no gradient flows there, or None."""
         with torch.inference_mode(False), torch.no_grad(), self.steady():
             image = random_image(self)
             whole, end = self._see_calls(image)
             tokens = self.embed(image)
-            if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # which is told of every model
+            if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # reported for every model
                 return None
             last = self.run(tokens)
             self._compare(whole, last, end, image)
             self._see_batches(last)
             self.can_drop = self._fixed(last)
             if self._assumed:
-                self._tell_assumed(image, tokens)
+                self._warn_assumed(image, tokens)
             return self._see_pooling(last)
 
     def _see_calls(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of the plain forward, and what its last block gave; every block must have been called once."""
+        """The logits of the plain forward and the output of its last block; every block must have been called once."""
         given: list[Any] = []
 
         def see(tokens: Tensor, call: Callable[[], Any]) -> Any:
@@ -209,14 +209,14 @@ class CustomAnatomy(Anatomy):
             often = (
                 f"runs its backbone '{self.path}' {calls // depth} times for one image, and only one run can be opened"
                 if calls and calls % depth == 0
-                else f"calls blocks of '{self.path}' {calls} times for one image, and there are {depth} of them"
+                else f"calls blocks of '{self.path}' {calls} times for one image, but has {depth} blocks"
             )
             raise PatchlightError(f"{self.name} {often}; wrap a module that runs it once, or {BY_HAND}")
         self._in_tuples = isinstance(given[-1], tuple)
         return logits, given[-1][0] if self._in_tuples else given[-1]
 
     def _compare(self, whole: Tensor, last: Tensor, end: Tensor, image: Tensor) -> None:
-        """Refuse a forward that reads more than the tokens of the last block, and say what more."""
+        """Refuse a forward that reads more than the tokens of the last block, and say what."""
         try:
             logits = self._behind(last, torch.zeros_like(image))
         except Exception as error:
@@ -226,50 +226,55 @@ class CustomAnatomy(Anatomy):
         if alike(whole, logits):
             return
         if not alike(end, last):
-            why, worst = "its forward, or a hook, does more at the blocks than call one after the other", (end, last)
+            why, worst = "its forward, or a hook, does more than call one block after the other", (end, last)
         elif alike(whole, self._behind(last, image)):
-            why, worst = "beside the tokens of the last block it reads the image", (whole, logits)
+            why, worst = "its head also reads the image", (whole, logits)
         else:
-            why, worst = "it reads more than the tokens of the last block, those of other blocks say", (whole, logits)
+            why, worst = (
+                "its head reads more than the tokens of the last block, for example those of other blocks",
+                (whole, logits),
+            )
         what = "tokens" if worst[0] is end else "logits"
         raise PatchlightError(
-            f"{self.name} gives other {what} than its backbone and what follows it put together (they differ by "
+            f"{self.name} gives other {what} than its backbone and head put together (they differ by "
             f"{distance(*worst):.2g}, the largest is {float(worst[0].abs().max()):.2g}): {why}; {BY_HAND}"
         )
 
     def _see_batches(self, last: Tensor) -> None:
-        """Whether one blank image will do for a batch of any size: all but what asks the image for its length."""
+        """Check that one blank image works for a batch of any size, unless the forward reads the batch size."""
         some = torch.cat([last, last.flip(2), last.roll(1, 2)])
         single = torch.cat([self.classified(row[None]) for row in some])
         for self._one_blank in (True, False):
             with contextlib.suppress(Exception):
                 if alike(self.classified(some), single):
                     return
-        raise PatchlightError(f"{self.name} gives an image other logits alone than in a batch; {BY_HAND}")
+        raise PatchlightError(
+            f"{self.name} gives an image other logits alone than in a batch, which is not supported; {BY_HAND}"
+        )
 
     def _fixed(self, last: Tensor) -> str | None:
-        """Why tokens cannot be dropped: the backbone's reason, or what follows it takes no other number of them."""
+        """Why tokens cannot be dropped: the backbone's reason, or a head that needs all of them."""
         if self.backbone.can_drop is not None:
             return self.backbone.can_drop
         try:
             self.classified(last[:, : self.prefix + max(1, (self.tokens - self.prefix) // 2)])
         except Exception as error:
-            return f"what follows its backbone takes {self.tokens} tokens and no fewer ({first_line(error)})"
+            return f"its head takes exactly {self.tokens} tokens ({first_line(error)})"
         return None
 
     def _see_pooling(self, last: Tensor) -> str | None:
-        """Find the pooling by the tokens that logits depend on; why there is no gradient, where there is none."""
+        """Find the pooling from the tokens that the logits depend on; returns why there is no gradient, or None."""
         alike = last.mean(1, keepdim=True).expand_as(last) + 0  # all tokens the same
         sizes = [self._sizes(tokens) for tokens in (last, alike)]
         if sizes[0] is None or sizes[1] is None:
-            return "what follows its backbone passes no gradient (a detach, inference_mode, or a step function)"
+            return "its head passes no gradient (a detach, inference_mode, or a step function)"
         reads, shares = sizes[0] > 1e-6 * sizes[0].max(), sizes[1] / sizes[1].sum()
         if not self._pooling_given:
             self.pooling = self._pooling(reads, shares if bool(shares.isfinite().all()) else sizes[0] / sizes[0].sum())
         return None
 
     def _sizes(self, tokens: Tensor) -> Tensor | None:
-        """How large the gradient of the logits is at each token [N]; None where none flows."""
+        """Size of the gradient of the logits at each token [N]; None if there is no gradient."""
         with torch.enable_grad():
             leaf = tokens.detach().requires_grad_()
             logits = self.classified(leaf)
@@ -281,10 +286,10 @@ class CustomAnatomy(Anatomy):
         return found.float().norm(dim=2).sum(0) if bool(found.any()) else None
 
     def _pooling(self, reads: Tensor, shares: Tensor) -> Pooling:
-        """By which tokens are read [N], and the share of each in the gradient where all tokens are the same [N].
+        """The pooling, from which tokens are read [N] and their gradient shares [N] where all tokens are equal.
 
-        A mean over all tokens is read as one over patches, and patches that weigh differently as if alike: that is what
-        `pool_row` can say. The backbone's attention pooling stays what it is.
+        A mean over all tokens counts as one over patches, and unequal weights as equal ones, because `pool_row` has no
+        other forms. The backbone's attention pooling is kept.
         """
         first, patches = self.prefix > 0 and bool(reads[0]), bool(reads[self.prefix :].any())
         if self.backbone.pooling == "map" and patches:
@@ -297,8 +302,8 @@ class CustomAnatomy(Anatomy):
             return "cls+avg" if first and float(shares[0]) > 2 * float(shares[self.prefix :].mean()) else "avg"
         return self.backbone.pooling
 
-    def _tell_assumed(self, image: Tensor, tokens: Tensor) -> None:
-        """Warn where images are changed before the backbone, whose preprocessing then need not be the module's."""
+    def _warn_assumed(self, image: Tensor, tokens: Tensor) -> None:
+        """Warn if images are changed before the backbone, whose preprocessing may then not be the module's."""
         try:
             plain = self._inside.embed(image)
         except Exception:
@@ -315,7 +320,7 @@ class CustomAnatomy(Anatomy):
 
 
 def read_custom(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
-    """The anatomy of a module around one known Vision Transformer; None where there is none in it."""
+    """The anatomy of a module that contains exactly one known Vision Transformer; None if it contains none."""
     kind = str(about.get("name") or type(model).__name__)
     found = _backbones(model, about)
     if not found:
@@ -326,8 +331,7 @@ def read_custom(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     if len(anatomies) > 1:
         named = " and ".join(f"'{path}' ({type(vit.backbone.model).__name__})" for path, vit in anatomies.items())
         raise PatchlightError(
-            f"{kind} has more than one Vision Transformer in it: {named}; wrap a module that runs one of them, or "
-            + BY_HAND
+            f"{kind} contains several Vision Transformers: {named}; wrap a module that runs one of them, or " + BY_HAND
         )
     return next(iter(anatomies.values()))
 
@@ -353,7 +357,7 @@ def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any
 
 
 def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
-    """The outermost modules that a family knows, by their paths in the twin, where nothing is compiled."""
+    """The outermost modules that a family recognises, by their paths in the uncompiled twin."""
     found: dict[str, Anatomy] = {}
     seen: set[int] = set()
     waiting = [("", model)]
@@ -372,9 +376,9 @@ def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
 
 
 def _read_backbone(module: nn.Module, about: dict[str, Any]) -> Anatomy | None:
-    """The anatomy of a module, for images as given where its grid follows them, else for those it is made for."""
+    """The anatomy of a module, for the given images if its grid adapts to them, otherwise for its native size."""
     known, of = known_as(module)
-    if of and why_not(known, of) is not None:  # some other network of timm's
+    if of and why_not(known, of) is not None:  # another network of timm
         return None
     stage = {key: about[key] for key in ("stage",) if key in about}
     given: dict[str, Any] = {key: about[key] for key in ("preprocess", "processor") if key in about}
@@ -386,7 +390,7 @@ def _read_backbone(module: nn.Module, about: dict[str, Any]) -> Anatomy | None:
 
 
 def _native(module: Any) -> tuple[int, int] | None:
-    """The size of the images that a backbone takes, where it says so and takes no other."""
+    """The image size of a backbone that takes only one."""
     config = getattr(module, "config", None)
     if getattr(module, "dynamic_img_size", False) or type(module).__name__.startswith("Dinov2"):
         return None
@@ -398,7 +402,7 @@ def _native(module: Any) -> tuple[int, int] | None:
 
 
 def _scaled(backbone: Anatomy, preprocess: Preprocess) -> tuple[int, int]:
-    """The pixels that the grid covers, where the module resizes its images for the backbone."""
+    """The pixels that the grid covers, if the module resizes its images for the backbone."""
     sides = zip(backbone.extent, preprocess.size, backbone.preprocess.size, strict=True)
     height, width = (round(covered * given / taken) for covered, given, taken in sides)
     return height, width
@@ -415,8 +419,8 @@ def _enters(vit: CustomAnatomy) -> bool:
     return True
 
 
-def _picked(out: Any, name: str) -> Tensor:
-    """The logits of what a forward gives: called so, the only tensor, or the first of a tuple."""
+def _pick_logits(out: Any, name: str) -> Tensor:
+    """The logits in the output of a forward: the entry called logits, the only tensor, or the first of a tuple."""
     if isinstance(out, Tensor):
         return out
     logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
@@ -427,11 +431,11 @@ def _picked(out: Any, name: str) -> Tensor:
     if len(tensors) == 1 or (tensors and not isinstance(out, Mapping) and tensors[0] is values[0]):
         return tensors[0]
     choose = "out['…']" if isinstance(out, Mapping) else "…"
-    raise PatchlightError(f"{name} gives {_described(out)}; choose the logits [B,C] with output=lambda out: {choose}")
+    raise PatchlightError(f"{name} gives {_describe(out)}; choose the logits [B,C] with output=lambda out: {choose}")
 
 
-def _described(value: Any) -> str:
-    """A value in words: a tensor by its shape, a dictionary by its keys."""
+def _describe(value: Any) -> str:
+    """Describe a value: a tensor by its shape, a dictionary by its keys."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     kind = type(value).__name__
@@ -443,7 +447,7 @@ def _described(value: Any) -> str:
 
 
 class _Entered(BaseException):
-    """The first block was called with these tokens; no handler of the module's own is to catch it."""
+    """Raised when the first block is called; a BaseException, so that the module's own handlers do not catch it."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -451,7 +455,7 @@ class _Entered(BaseException):
 
 
 _LOCAL = threading.local()
-"""What this thread does where the forward around a backbone calls a block; twins are shared by all threads."""
+"""What this thread does where a forward calls a block; twins are shared by all threads."""
 
 
 @contextlib.contextmanager
@@ -464,8 +468,8 @@ def _at_blocks(what: AtBlock) -> Iterator[None]:
 
 
 @cache
-def _crossed(kind: type[nn.Module]) -> Any:
-    """A block of this kind that can be passed over, its hooks with it."""
+def _skippable(kind: type[nn.Module]) -> Any:
+    """A subclass of this block type that can be skipped together with its hooks."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         what: AtBlock | None = getattr(_LOCAL, "at_block", None)
@@ -478,18 +482,18 @@ def _crossed(kind: type[nn.Module]) -> Any:
 
 
 class _Flowing(TorchFunctionMode):
-    """Inside, a forward that runs its backbone under `no_grad`, as one that trains its head alone does, does not."""
+    """Inside, `no_grad` in a forward (as in one that trains only its head) has no effect on the backbone."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch._C._set_grad_enabled and not _ours(sys._getframe(1)):
+        if func is torch._C._set_grad_enabled and not _called_by_us(sys._getframe(1)):
             return None
         return func(*args, **(kwargs or {}))
 
 
-def _ours(frame: Any) -> bool:
-    """Whether it is a function of Patchlight's that asks torch, and not the module."""
+def _called_by_us(frame: Any) -> bool:
+    """Whether the caller is a function of Patchlight, not of the module."""
     while str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "patchlight"

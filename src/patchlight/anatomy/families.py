@@ -1,4 +1,4 @@
-"""Families of models: each reads the anatomy of its own models, and may make them by name."""
+"""Families of models: each reads the anatomy of its models and may build them by name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from patchlight.core.registry import Entry, Registry
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The model that `load` asks a family for.
+    """The model that `load` requests from a family.
 
     Args:
-        name: What it is called, without the family's prefix.
-        pretrained: Whether its pretrained weights are fetched.
-        tag: Which of several pretrained weights, where the user says so.
-        weights: Tensors of the user's own that will be filled in; the number of classes can be read from them.
-        options: For the constructor of the model.
-        about: What `wrap` will be told of the model.
+        name: Its name, without the family's prefix.
+        pretrained: Whether pretrained weights are fetched.
+        tag: Which of several pretrained weights, if the user chose.
+        weights: The user's tensors that will be loaded; the number of classes is read from them.
+        options: Options of the model's constructor.
+        about: Keywords for `wrap`.
     """
 
     name: str
@@ -36,23 +36,23 @@ class LoadRequest:
     about: Mapping[str, Any]
 
     def with_classes(self, option: str, *heads: str) -> dict[str, Any]:
-        """The options, with the number of classes of the first of these weights that is there, unless it is given."""
+        """The options, with the number of classes of the first of these weights that exists, unless it is given."""
         weight = next((self.weights[head] for head in heads if head in self.weights), None) if self.weights else None
         classes = {} if weight is None else {option: int(weight.shape[0])}
         return {**classes, **self.options}
 
 
 Creator = Callable[[LoadRequest], nn.Module | tuple[nn.Module, dict[str, Any]]]
-"""From a request to a model, and what is known of it beside: keywords of `wrap`, which win over those of the user."""
+"""From a request to a model and keywords of `wrap`, which override those of the user."""
 
 
 @dataclass(frozen=True)
 class Family(Entry):
-    """A function of a module, and of what `wrap` was told about it, to its Anatomy, or None.
+    """A function from a module and the keywords of `wrap` to its Anatomy, or None.
 
-    `package` is the one whose models it reads; with none, it is asked about every model, before the others. `create`
-    makes those that `load` calls `prefix:NAME`, and `names` lists those that go without the prefix. `tagged`: a name
-    may have several pretrained weights.
+    `package` is the library whose models it reads; without one, it is tried on every model, before the others. `create`
+    builds the models that `load` calls `prefix:NAME`; `names` lists those without a prefix. `tagged`: a name may have
+    several pretrained weights.
     """
 
     package: str = ""
@@ -73,11 +73,11 @@ Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])
 
 
 def register_family(name: str, **more: Any) -> Callable[[Reader], Reader]:
-    """Register a family of models; `wrap` then reads them by itself.
+    """Register a family of models, so that `wrap` recognises them.
 
     Args:
-        name: What it is called.
-        more: Fields of `Family`: the `package` whose models it reads; `prefix` and `create`, for `load` to make its
+        name: Name of the family.
+        more: Fields of `Family`: the `package` whose models it reads; `prefix` and `create`, for `load` to build its
             models as "prefix:NAME"; `names` and `tagged`.
     """
 
@@ -89,13 +89,13 @@ def register_family(name: str, **more: Any) -> Callable[[Reader], Reader]:
 
 
 def in_order() -> list[Family]:
-    """The families in the order they are tried: those of no package (plugins, say), the bundled model's, the others."""
+    """The families in the order they are tried: those without a package (plugins), the bundled model's, all others."""
     first = ("", "patchlight")
     return sorted(FAMILIES.values(), key=lambda family: (family.package not in first, family.package))
 
 
 def family_of(name: str) -> tuple[Family, str]:
-    """The family that makes a model of this name, and the name without its prefix; timm's makes what no other knows."""
+    """The family that builds a model of this name, and the name without its prefix; timm's is the default."""
     makers = [family for family in in_order() if family.create is not None]
     prefix, colon, rest = name.partition(":")
     for family in makers:
@@ -106,7 +106,7 @@ def family_of(name: str) -> tuple[Family, str]:
 
 
 def read_anatomy(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
-    """The anatomy of a model, where one of the families knows it."""
+    """The anatomy of a model, if a family recognises it."""
     make = type(model).__module__.partition(".")[0]
     known = [family for family in in_order() if not family.package or family.package in sys.modules]
     own = [family for family in known if family.package in ("", make)]
@@ -119,6 +119,6 @@ def read_anatomy(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
         if anatomy is not None:
             anatomy.assumed_labels = "labels" not in about
             if stage is not None and not anatomy.hierarchical:
-                raise PatchlightError(f"{anatomy.name} has no stages, so stage={stage} means nothing for it")
+                raise PatchlightError(f"{anatomy.name} has no stages, so stage={stage} does not apply")
             return anatomy
     return None

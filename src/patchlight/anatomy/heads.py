@@ -1,8 +1,8 @@
-"""Heads: what turns the features of an image into logits, so what the classes are.
+"""Heads turn the features of an image into logits, so they define what the classes are.
 
-A model's own classifier is one. `load` and `wrap` take another as `head=`, and every method and metric then works on
-its classes: sentences (`Texts`), reference images (`Similar`), groups of them (`Prototypes`), weights of one's own
-(`Linear`), or channels and directions inside the model (`Neurons`).
+The model's classifier is one. `load` and `wrap` take another as `head=`, and every method and metric then works on its
+classes: sentences (`Texts`), reference images (`Similar`), groups of them (`Prototypes`), your weights (`Linear`), or
+channels and directions inside the model (`Neurons`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Pool = Literal["avg", "cls", "max"]
 class Head(ABC):
     """From features [B,E] to logits [B,C].
 
-    `labels` name the classes, `outputs` says how logits are read. A head that reads the tokens entering a `block`
-    rather than the model's features is given those [B,N,D], and says in `pooling` which of them it reads.
+    `labels` name the classes; `outputs` defines how logits are read. A head with a `block` reads the tokens [B,N,D]
+    that enter this block instead of the features; its `pooling` is how it reads them.
     """
 
     labels: Sequence[str] = ()
@@ -41,7 +41,7 @@ class Head(ABC):
 
     @abstractmethod
     def bound(self, vit: Anatomy) -> Self:
-        """The head for a model: what it needs of the model is computed, and what does not fit is refused."""
+        """The head for a model: computes what it needs from the model, and refuses what does not fit."""
 
     @abstractmethod
     def __call__(self, features: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ class Head(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """What it was made of, to be kept with results."""
+        """A description of the head, saved with results."""
 
     def linear(self) -> Affine | None:
-        """The linear map that it is; None where it is none."""
+        """The linear map of the head; None if it is not linear."""
         return None
 
     def itself(self, hashes: Sequence[str], index: Tensor) -> list[int]:
@@ -60,7 +60,7 @@ class Head(ABC):
         return []
 
     def read_row(self, tokens: Tensor, index: Tensor) -> Tensor:
-        """The weight [B,N] with which the class `index` [B] reads each of the tokens that a block is given."""
+        """The weight [B,N] with which the class `index` [B] reads each token that enters the block."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -68,10 +68,10 @@ class Head(ABC):
 
 
 class DeviceTensor:
-    """A tensor, given where and in the type that another one has; each is made once."""
+    """A tensor with a cached copy for each device and type."""
 
     def __init__(self, values: Tensor) -> None:
-        with torch.inference_mode(False):  # what is kept must be of use to gradients
+        with torch.inference_mode(False):  # cached tensors must allow gradients
             self.values = values.detach().clone()
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -87,10 +87,14 @@ class DeviceTensor:
 
 
 class Linear(Head):
-    """A linear classifier of one's own: logits = features W^T + b, W [C,E].
+    """A linear classifier: logits = features W^T + b, W [C,E].
 
-    `sigmoid`: each class is a yes or no by itself (several labels an image), as a lone one always is. `regression`: the
-    outputs are numbers.
+    Args:
+        weight: W [C,E], one row per class.
+        bias: b [C]; None: no bias.
+        labels: Names of the classes.
+        sigmoid: Whether each class is an independent yes or no; a single class always is.
+        regression: Whether the outputs are numbers.
     """
 
     def __init__(
@@ -102,12 +106,14 @@ class Linear(Head):
         regression: bool = False,
     ) -> None:
         if sigmoid and regression:
-            raise PatchlightError("outputs are yes or no each (sigmoid=True) or numbers (regression=True), not both")
+            raise PatchlightError(
+                "give sigmoid=True (each output is a yes or no) or regression=True (each output is a number), not both"
+            )
         matrix = _matrix(weight, "weight")
         offset = torch.zeros(len(matrix)) if bias is None else _vector(bias, len(matrix), "bias")
         self._weight, self._bias = DeviceTensor(matrix), DeviceTensor(offset.to(matrix))
         self.outputs = Outputs("none" if regression else "sigmoid" if sigmoid or len(matrix) == 1 else "softmax")
-        self.labels = _named(labels, len(matrix), "output" if regression else "class")
+        self.labels = _check_labels(labels, len(matrix), "output" if regression else "class")
 
     def bound(self, vit: Anatomy) -> Self:
         _check_width(self._weight.values, vit, "weight")
@@ -125,11 +131,11 @@ class Linear(Head):
 
 
 class CosineHead(Head):
-    """Logits are scale * cosine(features, row) + bias: what heads that compare have in common."""
+    """Logits are scale * cosine(features, row) + bias: the base of all heads that compare."""
 
     _rows: DeviceTensor | None = None
     _weights = ""
-    """The hash of the weights that computed the rows, where a model did."""
+    """The hash of the weights that computed the rows, if a model did."""
 
     def __call__(self, features: Tensor) -> Tensor:
         scale, bias = self.outputs.scale, self.outputs.bias
@@ -137,7 +143,7 @@ class CosineHead(Head):
         return scale * self.cosines(features) + bias
 
     def cosines(self, features: Tensor) -> Tensor:
-        """The cosine [B,C] of features with what each class stands for."""
+        """The cosine [B,C] of features with the row of each class."""
         assert self._rows is not None, "bound gives a head its rows"
         return F.linear(F.normalize(features, dim=-1), self._rows.like(features))
 
@@ -152,34 +158,38 @@ class CosineHead(Head):
 
 
 class Texts(CosineHead):
-    """The classes are sentences: what in the image speaks for each.
+    """The classes are sentences: what in the image supports each.
 
-    `texts` are sentences, read by the model's own text side, or their embeddings [T,E], with `labels` as names.
-    `template` is put around each, as in "a photo of a {}"; of several templates the embeddings are averaged, each
-    normalised. Logits are the model's own (its scale and bias); probabilities too: a softmax over the sentences given
-    (CLIP), or a sigmoid each (SigLIP).
+    Logits use the model's scale and bias. Probabilities are a softmax over the sentences given (CLIP), or one sigmoid
+    each (SigLIP).
+
+    Args:
+        texts: Sentences for the model's text encoder, or their embeddings [T,E].
+        labels: Names of the classes; None: the sentences.
+        template: Text around each sentence, such as "a photo of a {}"; the normalised embeddings of several templates
+            are averaged.
     """
 
     def __init__(self, texts: Any, labels: Sequence[str] | None = None, template: str | Sequence[str] = "{}") -> None:
         texts = texts.tolist() if isinstance(texts, np.ndarray) and texts.dtype.kind in "OSU" else texts
         self._templates = [template] if isinstance(template, str) else list(template)
         if not self._templates or any("{}" not in each for each in self._templates):
-            raise PatchlightError(f"template {template!r} has no place for a text; write one with {{}}, as in 'a {{}}'")
+            raise PatchlightError(f"template {template!r} has no placeholder for the text; add {{}}, as in 'a {{}}'")
         self._sentences: list[str] | None = None
         self._given: Tensor | None = None
         if isinstance(texts, str):
             texts = [texts]
         if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
             self._sentences = _sentences(texts)
-            self.labels = _named(labels or self._sentences, len(texts), "text")
+            self.labels = _check_labels(labels or self._sentences, len(texts), "text")
         elif isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
             other = next(type(text).__name__ for text in texts if not isinstance(text, str))
-            raise PatchlightError(f"texts hold a {other}; give sentences, or a tensor of embeddings [T,E]")
+            raise PatchlightError(f"texts contain a {other}; give sentences, or a tensor of embeddings [T,E]")
         else:
             if self._templates != ["{}"]:
-                raise PatchlightError("template stands around sentences, and embeddings were given; leave it out")
+                raise PatchlightError("template applies to sentences, but embeddings were given; leave it out")
             self._given = _unit(_matrix(texts, "texts"), "texts")
-            self.labels = _named(labels, len(self._given), "text")
+            self.labels = _check_labels(labels, len(self._given), "text")
 
     def bound(self, vit: Anatomy) -> Self:
         if self._given is not None:
@@ -194,18 +204,18 @@ class Texts(CosineHead):
         return made
 
     def about(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"head": "Texts", "labels": list(self.labels), "kind": self.outputs.kind}
-        told |= {"scale": _told(self.outputs.scale), "bias": _told(self.outputs.bias)}
+        about: dict[str, Any] = {"head": "Texts", "labels": list(self.labels), "kind": self.outputs.kind}
+        about |= {"scale": _rounded(self.outputs.scale), "bias": _rounded(self.outputs.bias)}
         if self._sentences is None:
-            return {**told, "embeddings": self._hash()}
-        return {**told, "texts": self._sentences, "templates": self._templates, "weights": self._weights}
+            return {**about, "embeddings": self._hash()}
+        return {**about, "texts": self._sentences, "templates": self._templates, "weights": self._weights}
 
 
 class Similar(CosineHead):
     """The classes are reference images: what in the image makes it similar to each, by the cosine of their features.
 
-    An image is most similar to itself, and then no gradient is left: explain others than the references. Their features
-    are computed once, when the head is asked: after further training, ask again.
+    Do not explain a reference image itself: its similarity to itself is at the maximum and has no gradient. The
+    features are computed once, when the head is bound; bind it again after further training.
     """
 
     outputs = Outputs("cosine", 1.0)
@@ -215,9 +225,9 @@ class Similar(CosineHead):
         single = single or (isinstance(images, Tensor) and images.ndim == 3)
         self._images = [images] if single else images
         if len(self._images) == 0:
-            raise PatchlightError("Similar was given no reference images; give one or more")
+            raise PatchlightError("Similar has no reference images; give at least one")
         names = _stems(self._images)
-        self.labels = _named(labels or names, len(names), "reference")
+        self.labels = _check_labels(labels or names, len(names), "reference")
         self._seen: tuple[str, ...] = ()
 
     def bound(self, vit: Anatomy) -> Self:
@@ -235,10 +245,10 @@ class Similar(CosineHead):
 
 
 class Prototypes(CosineHead):
-    """The classes are groups of reference features [n,E], one of `labels` each.
+    """The classes are groups of reference features [n,E], each with one of `labels`.
 
-    A class stands for the mean of its normalised features; with `neighbours` its cosine is the mean over its so many
-    nearest ones. `Anatomy.features_of` gives the features of images.
+    A class is the mean of its normalised features; with `neighbours`, its cosine is the mean over that many nearest
+    features. `Anatomy.features_of` computes the features of images.
     """
 
     outputs = Outputs("cosine", 1.0)
@@ -270,18 +280,19 @@ class Prototypes(CosineHead):
         return torch.stack(nearest, 1)
 
     def about(self) -> dict[str, Any]:
-        told = {"head": "Prototypes", "labels": list(self.labels), "neighbours": self._neighbours}
-        return {**told, "features": self._hash()}
+        about = {"head": "Prototypes", "labels": list(self.labels), "neighbours": self._neighbours}
+        return {**about, "features": self._hash()}
 
 
 class Neurons(Head):
-    """The outputs are channels, or directions, of the tokens that enter a block: what makes them fire.
+    """The outputs are channels, or directions, of the tokens that enter a block: what activates them.
 
-    s = pool_i <w, x_i - center> + bias, with w a unit vector for each of `channels`, or a row of `directions` [C,D]
-    (features of a sparse autoencoder, say: its encoder's rows, before the activation). Blocks are counted from 0;
-    `block` = the number of blocks reads what the last one gives. (Of a hierarchical model it is what the block before
-    gives, before patches are merged.) `pool`: "avg" and "max" over the patches, or "cls".
-    The model then ends there: methods see the blocks before.
+        s = pool_i <w, x_i - center> + bias
+
+    w is a unit vector for each of `channels`, or a row of `directions` [C,D] (for example, the encoder rows of a sparse
+    autoencoder, before the activation). Blocks are counted from 0; `block` = the number of blocks reads the output of
+    the last one. In a hierarchical model it reads the output of the block before, before patches are merged. `pool` is
+    "avg" or "max" over the patches, or "cls". The model then ends there: methods use the blocks before.
     """
 
     outputs = Outputs("none")
@@ -303,25 +314,25 @@ class Neurons(Head):
         self.block, self.pool, self.pooling = integer("block", block, 1), pool, pool
         self._channels = None if channels is None else [integer("channel", c, 0) for c in channels]
         if self._channels == []:
-            raise PatchlightError("Neurons was given no channels; give one or more")
+            raise PatchlightError("Neurons has no channels; give at least one")
         self._center = None if center is None else DeviceTensor(_vector(center, None, "center"))
         self._rows = None if directions is None else DeviceTensor(_matrix(directions, "directions"))
         count = len(self._channels) if self._rows is None else len(self._rows.values)  # type: ignore[arg-type]
         self._bias = DeviceTensor(torch.zeros(count) if bias is None else _vector(bias, count, "bias"))
         word = "direction" if self._channels is None else "channel"
         own = [f"{word} {c} of block {block}" for c in self._channels or range(count)]
-        self.labels = _named(labels or own, count, "neuron")
+        self.labels = _check_labels(labels or own, count, "neuron")
         self._prefix = 0
 
     def bound(self, vit: Anatomy) -> Self:
         assert self.block is not None
         if vit.depth == 0:
             raise PatchlightError(
-                f"{vit.name} is opened as a feature map with no blocks, so it has no tokens that Neurons could read"
+                f"{vit.name} is opened as a feature map with no blocks, so Neurons has no tokens to read"
             )
         if not 1 <= self.block <= vit.depth:
             raise PatchlightError(
-                f"there is nothing to explain before block {self.block}; {vit.name} has 1 to {vit.depth}"
+                f"there is nothing to explain at the input of block {self.block}; {vit.name} has 1 to {vit.depth}"
             )
         if self.pool == "cls" and vit.prefix == 0:
             raise PatchlightError(f"{vit.name} has no CLS token; pool 'avg' and 'max' work")
@@ -361,16 +372,16 @@ class Neurons(Head):
 
     def about(self) -> dict[str, Any]:
         assert self._rows is not None
-        told: dict[str, Any] = {"head": "Neurons", "block": self.block, "pool": self.pool, "labels": list(self.labels)}
-        told |= {"channels": self._channels, "directions": hash_tensor(self._rows.values)}
-        told |= {"center": None if self._center is None else hash_tensor(self._center.values)}
-        return {**told, "bias": hash_tensor(self._bias.values)}
+        about: dict[str, Any] = {"head": "Neurons", "block": self.block, "pool": self.pool, "labels": list(self.labels)}
+        about |= {"channels": self._channels, "directions": hash_tensor(self._rows.values)}
+        about |= {"center": None if self._center is None else hash_tensor(self._center.values)}
+        return {**about, "bias": hash_tensor(self._bias.values)}
 
 
 def head_of(
     texts: Sequence[str] = (), template: str | Sequence[str] = "{}", similar_to: Sequence[str | Path] = ()
 ) -> Head | None:
-    """The head that sentences or reference images ask for; None where there are neither."""
+    """The head for sentences or reference images; None if there are neither."""
     if texts and similar_to:
         raise PatchlightError("classes are sentences (texts) or images (similar_to); give one of the two")
     if similar_to:
@@ -389,7 +400,7 @@ def _vector(values: Any, count: int | None, what: str) -> Tensor:
 
 
 def _numbers(values: Any, what: str, kind: str, shape: str, fits: Callable[[Tensor], bool]) -> Tensor:
-    """Finite floating-point numbers of a shape that fits."""
+    """Finite floating-point numbers of the expected shape."""
     try:
         found = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -398,12 +409,12 @@ def _numbers(values: Any, what: str, kind: str, shape: str, fits: Callable[[Tens
         raise PatchlightError(f"{what} has shape {list(found.shape)}; give {shape}")
     found = found if found.is_floating_point() else found.float()
     if not bool(found.isfinite().all()):
-        raise PatchlightError(f"{what} holds NaN or infinity")
+        raise PatchlightError(f"{what} contains NaN or infinity")
     return found
 
 
 def _unit(rows: Tensor, what: str) -> Tensor:
-    """Rows of length 1; those of length 0 are refused."""
+    """Rows of length 1; rows of length 0 are refused."""
     flat = (rows == 0).all(1).nonzero().flatten().tolist()
     if flat:
         raise PatchlightError(f"row {flat[0]} of {what} is zero, so it has no direction to compare with")
@@ -412,14 +423,14 @@ def _unit(rows: Tensor, what: str) -> Tensor:
 
 def _sentences(texts: Sequence[str]) -> list[str]:
     if not texts:
-        raise PatchlightError("Texts was given no sentences; give one or more")
+        raise PatchlightError("Texts has no sentences; give at least one")
     empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
     if empty is not None:
         raise PatchlightError(f"text {empty} is empty; give a word or a sentence")
     return list(texts)
 
 
-def _named(labels: Sequence[str] | None, count: int, word: str) -> list[str]:
+def _check_labels(labels: Sequence[str] | None, count: int, word: str) -> list[str]:
     if labels is None:
         return [f"{word} {i}" for i in range(count)]
     if isinstance(labels, str):
@@ -430,26 +441,24 @@ def _named(labels: Sequence[str] | None, count: int, word: str) -> list[str]:
     alike = [name.strip().casefold() for name in names]
     twice = next((name for i, name in enumerate(names) if alike[i] in alike[:i]), None)
     if twice is not None:
-        raise PatchlightError(
-            f"two classes are called {twice!r}; give each {word} once, or labels that tell them apart"
-        )
+        raise PatchlightError(f"two classes are called {twice!r}; give each {word} once, or distinct labels")
     return names
 
 
-def _told(number: float | None) -> float | None:
-    """A number that a device may round differently, to six digits."""
+def _rounded(number: float | None) -> float | None:
+    """A number rounded to six digits, because devices round differently."""
     return None if number is None else float(f"{number:.6g}")
 
 
 def _stems(images: Any) -> list[str]:
-    """What reference images are called: files by their stem, or as they were given where two have the same."""
+    """Names of reference images: the stem of a file, or the full path where two have the same stem."""
     files = [Path(image) if isinstance(image, str | Path) else None for image in images]
     stems = [f"reference {i}" if file is None else file.stem for i, file in enumerate(files)]
     return [str(file) if file is not None and stems.count(s) > 1 else s for s, file in zip(stems, files, strict=True)]
 
 
 def _check_width(rows: Tensor, vit: Anatomy, what: str) -> None:
-    """Refuse rows that are not as wide as the features of the model."""
+    """Refuse rows whose width is not that of the model's features."""
     width = vit.features_of(torch.zeros(1, vit.channels, *vit.preprocess.size)).shape[1]
     if rows.shape[1] != width:
         raise PatchlightError(

@@ -27,7 +27,7 @@ from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# How the processors published with each family's checkpoints prepare a picture.
+# The preprocessing of each family's published checkpoints.
 VIT = Preprocess((224, 224), _HALF, _HALF, 1.0, "bilinear", "squash", "down")
 DEIT = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "squash", "down")
 DINO = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 0.875, "bicubic", "crop", "down")
@@ -39,8 +39,8 @@ DINO3 = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "sq
 class HfLayout(NamedTuple):
     """Where the transformer is inside a model ("" where it is the model), and how it is read.
 
-    Registers aside, `prefix` tokens stand before the patches; `published` is how its family's pictures are prepared,
-    and `any_size` says whether they may be of another size than the model was made for.
+    `prefix` is the number of tokens before the patches, without registers; `published` the preprocessing of the
+    family's published models; `any_size` whether images may have another size than the model was made for.
     """
 
     path: str
@@ -68,9 +68,9 @@ class HuggingFaceAnatomy(Anatomy):
 
     library = "transformers"
     shapes: ClassVar[Mapping[str, HfLayout]] = _SHAPES
-    """By the name of a class, those that are read."""
+    """Supported classes by name."""
     classifies: ClassVar[bool] = True
-    """Whether they have a classifier of their own."""
+    """Whether they have a classifier."""
 
     def __init__(
         self,
@@ -93,16 +93,18 @@ class HuggingFaceAnatomy(Anatomy):
             about.setdefault("regression", True)
         name = name or getattr(model, "name_or_path", "") or kind
         channels = int(getattr(config, "num_channels", 3))
-        processor = getattr(processor, "image_processor", processor)  # of one for images and texts
+        processor = getattr(processor, "image_processor", processor)  # an image-text configuration
         if "preprocess" not in about:
             size = _pair(config.image_size)
             about["preprocess"] = (
-                _assumed(published, size, name) if processor is None else as_processed(processor, channels, name)
+                _assume_preprocess(published, size, name)
+                if processor is None
+                else as_processed(processor, channels, name)
             )
         height, width = about["preprocess"].size
         if not any_size and (height, width) != _pair(config.image_size):
             raise PatchlightError(
-                f"{name} takes pictures of {_times(_pair(config.image_size))} pixels, but its preprocessing gives "
+                f"{name} takes images of {_times(_pair(config.image_size))} pixels, but its preprocessing gives "
                 f"{_times((height, width))}; pass preprocess=pl.Preprocess({_pair(config.image_size)}, …)"
             )
         super().__init__(
@@ -192,7 +194,7 @@ class HuggingFaceAnatomy(Anatomy):
             fc2=fc2,
             scale1=None if scales[0] is None else cast(Tensor, scales[0].lambda1),
             scale2=None if scales[1] is None else cast(Tensor, scales[1].lambda1),
-            beyond="" if fc1 is not None and fc2 is not None else "its MLP is more than two linear maps",
+            beyond="" if fc1 is not None and fc2 is not None else "its MLP has more than two linear maps",
         )
 
     def own_ends(self) -> Ends | None:
@@ -217,12 +219,12 @@ def supported() -> list[str]:
 
 
 def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:
-    """Refuse a model some of whose weights were not in its checkpoint, by what transformers says about loading it."""
+    """Refuse a model with weights missing from its checkpoint, according to transformers' loading report."""
     other = sorted(info.get("mismatched_keys", ()), key=str)
     if other:
         key, found, wanted = other[0]
         raise PatchlightError(
-            f"'hf:{name}' does not fit what was asked: '{key}' is {list(found)} in the checkpoint but would be "
+            f"'hf:{name}' does not fit the options given: '{key}' is {list(found)} in the checkpoint but would be "
             f"{list(wanted)}, and random; leave out options that change its shape, or load one trained like that"
         )
     missing = sorted(info.get("missing_keys", ()))
@@ -230,13 +232,13 @@ def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:
         return
     shown = ", ".join(f"'{key}'" for key in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     raise PatchlightError(
-        f"'hf:{name}' holds a {kind or 'checkpoint'} without {shown}, which would be random; load one that was trained "
+        f"'hf:{name}' is a {kind or 'checkpoint'} without {shown}, which would be random; load one that was trained "
         "whole, or give weights=FILE that has them"
     )
 
 
 def check_floating(folder: Path) -> None:
-    """Refuse a folder whose safetensors hold weights or biases that are not floating point: loading would cast them."""
+    """Refuse a folder whose weights or biases are not floating point; loading would cast them."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -253,7 +255,7 @@ def check_floating(folder: Path) -> None:
 
 
 def read_processor(name: str, where: Mapping[str, Any]) -> Any:
-    """The image processor of a folder or a hub name, or None where there is none; one that is broken is refused."""
+    """The image processor of a folder or a hub name, or None if there is none; a broken one is refused."""
     from transformers import AutoImageProcessor
 
     try:
@@ -265,7 +267,7 @@ def read_processor(name: str, where: Mapping[str, Any]) -> Any:
             return None
         reason = first_line(error)
         raise PatchlightError(
-            f"the image processor of 'hf:{name}' ({file}) cannot be read: {reason}; mend it, or pass "
+            f"the image processor of 'hf:{name}' ({file}) cannot be read: {reason}; correct it, or pass "
             "preprocess=pl.Preprocess(…)"
         ) from error
 
@@ -284,7 +286,7 @@ def _find(module: nn.Module, *paths: str) -> nn.Module | None:
 
 
 def required_after_first(cls: type[nn.Module]) -> list[str]:
-    """What a transformers block demands besides its tokens, such as an attention mask; None will do for all of it."""
+    """Required parameters of a transformers block after its tokens, such as an attention mask; None is passed."""
     if not any(c.__module__.startswith("transformers.") for c in cls.__mro__):
         return []
     parameters = list(inspect.signature(cls.forward).parameters.values())[2:]
@@ -296,30 +298,30 @@ def _times(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _assumed(published: Preprocess, size: tuple[int, int], name: str) -> Preprocess:
-    """What a family's published processors do, for a model that came without one; said once, in a warning.
+def _assume_preprocess(published: Preprocess, size: tuple[int, int], name: str) -> Preprocess:
+    """The preprocessing of a family's published models, for a model without a processor; warns once.
 
-    DINOv2 was trained on 518 pixels, but its classifiers are published with pictures of 224.
+    DINOv2 was trained on 518 pixels, but its classifiers are published for images of 224.
     """
     assumed = published if published is DINO and size == (518, 518) else replace(published, size=size)
     longer = _times((math.floor(assumed.size[0] / assumed.crop_pct), math.floor(assumed.size[1] / assumed.crop_pct)))
     resized = f"resized to {longer}" if assumed.fit == "squash" else f"with the shorter side resized to cover {longer}"
     warn(
-        f"{name} came without an image processor, so its pictures are assumed to be prepared as its family's published "
-        f"ones are: {resized} ({assumed.interpolation}), the centre {_times(assumed.size)} cut out, mean "
-        f"{list(assumed.mean)}, std {list(assumed.std)}; give preprocess=pl.Preprocess(…) if it was trained otherwise",
+        f"{name} came without an image processor, so the preprocessing of its family's published models is assumed: "
+        f"{resized} ({assumed.interpolation}), the centre {_times(assumed.size)} cropped, mean {list(assumed.mean)}, "
+        f"std {list(assumed.std)}; give preprocess=pl.Preprocess(…) if it was trained with another",
         AssumedPreprocess,
     )
     return assumed
 
 
 def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
-    """What an image processor does, tried on pictures against the processor itself; refused where it does more.
+    """The preprocessing of an image processor, compared with the processor on images; refused if it does more.
 
-    Where a cut begins when half a pixel is left over differs between its versions, so that is found by trying.
+    Where a crop begins when half a pixel is left over differs between versions, so it is found by trying.
     """
     kind = type(processor).__name__
-    otherwise = "pass preprocess=pl.Preprocess(…) to say how its pictures are prepared"
+    otherwise = "pass preprocess=pl.Preprocess(…) to define its preprocessing"
     read = _read_processor(processor, f"the {kind} of {name}", otherwise)
     if channels not in (1, 3):
         return read
@@ -328,28 +330,26 @@ def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
         given = [torch.as_tensor(processor(p, return_tensors="pt")["pixel_values"][0]).double() for p in pictures]
     except Exception as error:
         reason = first_line(error)
-        raise PatchlightError(
-            f"the {kind} of {name} does not work on a plain picture ({reason}); {otherwise}"
-        ) from error
+        raise PatchlightError(f"the {kind} of {name} does not work on a plain image ({reason}); {otherwise}") from error
     for corner in _CORNERS:
         preprocess = replace(read, corner=corner)
         difference = max(_difference(preprocess, p, g) for p, g in zip(pictures, given, strict=True))
         if difference < 1:
             return preprocess
-    raise PatchlightError(
-        f"the {kind} of {name} does something that a resize, a cut of the centre and colour statistics do not say; "
-        f"{otherwise}"
-    )
+    raise PatchlightError(f"the {kind} of {name} does more than resize, crop the centre and normalise; {otherwise}")
 
 
 def _read_processor(processor: Any, what: str, otherwise: str) -> Preprocess:
-    """What a processor's options say: it gives (f x - mean) / std for bytes x, and x / 255 wants statistics / 255 f."""
+    """Read the options of a processor, which computes (f x - mean) / std for bytes x.
+
+    Our x / 255 needs mean and std divided by 255 f.
+    """
 
     def option(key: str) -> Any:
         return getattr(processor, key, None)
 
     if not option("do_resize"):
-        raise PatchlightError(f"{what} does not resize pictures (do_resize=False); {otherwise}")
+        raise PatchlightError(f"{what} does not resize images (do_resize=False); {otherwise}")
     size = _sides(option("size"), bool(option("default_to_square")))
     cut = _sides(option("crop_size"), True) if option("do_center_crop") else {}
     out = (cut["height"], cut["width"]) if set(cut) == {"height", "width"} else None
@@ -359,13 +359,13 @@ def _read_processor(processor: Any, what: str, otherwise: str) -> Preprocess:
     elif set(size) == {"shortest_edge"} and option("crop_pct") is None:
         resized, fit = (short, short), "crop"
         if out is None:
-            raise PatchlightError(f"{what} resizes the shorter side and cuts nothing out (size={size}); {otherwise}")
-    elif set(size) == {"shortest_edge"}:  # ConvNext: a cut out of more below 384, squashed from there on
+            raise PatchlightError(f"{what} resizes the shorter side without a crop (size={size}); {otherwise}")
+    elif set(size) == {"shortest_edge"}:  # ConvNext crops below 384 pixels, and squashes from there on
         more = int(short / option("crop_pct"))
         resized, fit = ((short, short), "squash") if short >= 384 else ((more, more), "crop")
         out = out or (short, short)
     else:
-        raise PatchlightError(f"{what} resizes pictures to {size}, which has no fixed size; {otherwise}")
+        raise PatchlightError(f"{what} resizes images to {size}, which is not a fixed size; {otherwise}")
     resample = option("resample")
     try:
         interpolation = _RESAMPLE[2 if resample is None else int(resample)]
@@ -385,7 +385,7 @@ def _read_processor(processor: Any, what: str, otherwise: str) -> Preprocess:
 
 
 def _sides(size: Any, square: bool) -> dict[str, int]:
-    """A processor's size as a dictionary: it may be one, an object like one, a pair or one number."""
+    """The size of a processor as a dictionary; it may be a dictionary, a similar object, a pair or one number."""
     if isinstance(size, int):
         return {"height": size, "width": size} if square else {"shortest_edge": size}
     if isinstance(size, Sequence) and len(size) == 2:
@@ -400,15 +400,15 @@ def _statistics(values: Any, scale: float) -> tuple[float, ...]:
 
 
 def _ratio(cut: int, resized: int) -> float:
-    """The crop_pct of which cut / crop_pct, rounded down, is `resized`."""
+    """The crop_pct for which crop / crop_pct, rounded down, is `resized`."""
     ratio = cut / resized
     return ratio if math.floor(cut / ratio) == resized else cut / (resized + 1e-6)
 
 
 def _trials(read: Preprocess, channels: int) -> list[Image.Image]:
-    """Noise, upright and across, larger and smaller than a size; among it pictures that tell the corners apart.
+    """Noise images in portrait and landscape, larger and smaller than a size, some with distinct corners.
 
-    Odd sides, because where nearest pixels tie (64 to 224) libraries differ.
+    Sides are odd, because libraries differ where nearest pixels tie (64 to 224).
     """
     noise, side = np.random.default_rng(0), max(read.size) | 1
     half = (side // 2 + 4) | 1
@@ -420,7 +420,7 @@ def _trials(read: Preprocess, channels: int) -> list[Image.Image]:
 
 
 def _difference(preprocess: Preprocess, picture: Image.Image, given: Tensor) -> float:
-    """Mean difference between our tensor of a picture and a given one, in 256ths of white."""
+    """Mean difference between our tensor of an image and another one, in 256ths of white."""
     ours = preprocess.tensor(picture.convert("RGB"))[: len(given)].double()
     if ours.shape != given.shape:
         return math.inf

@@ -1,6 +1,6 @@
 """Anatomy of transformers' models without a classifier.
 
-Backbones (ViT, DeiT, DINOv2, DINOv3, MAE), the image sides of CLIP and SigLIP, and both with their text side.
+Backbones (ViT, DeiT, DINOv2, DINOv3, MAE), and CLIP and SigLIP with or without their text encoder.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ PRETRAINED = {
     "ViTForMaskedImageModeling": "ViTModel",
     "DeiTForMaskedImageModeling": "DeiTModel",
 }
-"""By the name of a class that pretrains a backbone, the backbone's."""
+"""Backbone class by the name of the class that pretrains it."""
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 _NAFLEX = (
-    "it is a SigLIP2 of the NaFlex kind, which cuts every picture into a grid of its own and so has no one patch grid; "
+    "it is a SigLIP2 of the NaFlex kind, which cuts every image into its own grid, so there is no common patch grid; "
     "SigLIP2 of a fixed size (SiglipModel) works"
 )
 
 
 class BackboneAnatomy(HuggingFaceAnatomy):
-    """A transformer whose features are its normalised CLS token; the pooler that some have behind it is left out."""
+    """A transformer whose features are its normalised CLS token; a pooler after it is left out."""
 
     classifies = False
     shapes: ClassVar[Mapping[str, HfLayout]] = {
@@ -65,7 +65,9 @@ class BackboneAnatomy(HuggingFaceAnatomy):
 
     def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
         if labels is not None:
-            raise PatchlightError(f"{type(model).__name__} has no classes to name; give labels to the head")
+            raise PatchlightError(
+                f"{type(model).__name__} has no classes, so labels do not apply; give labels to the head"
+            )
         super().__init__(model, **about)
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -80,12 +82,12 @@ class BackboneAnatomy(HuggingFaceAnatomy):
 
 
 class RotaryAnatomy(BackboneAnatomy):
-    """DINOv3: rotary positions are given to each block, gathered per sample when tokens are dropped."""
+    """DINOv3: each block gets rotary positions, gathered per sample when tokens are dropped."""
 
     shapes: ClassVar[Mapping[str, HfLayout]] = {"DINOv3ViTModel": HfLayout("", "cls", 1, DINO3, True)}
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        image = tokens.new_empty(1).expand(1, 1, *self.preprocess.size)  # of which the size is read
+        image = tokens.new_empty(1).expand(1, 1, *self.preprocess.size)  # only its size is read
         rotation = self.backbone.rope_embeddings(image)
         if positions is not None:
             rotation = tuple(part[positions][:, None] for part in rotation)
@@ -105,7 +107,7 @@ class MaskedAnatomy(BackboneAnatomy):
     def watch(self) -> None:
         super().watch()
         stem = self.backbone.embeddings
-        stem.config = copy.copy(stem.config)  # the twin's own
+        stem.config = copy.copy(stem.config)  # of the twin
         stem.config.mask_ratio = 0.0
 
     def embed(self, images: Tensor) -> Tensor:
@@ -115,12 +117,12 @@ class MaskedAnatomy(BackboneAnatomy):
         return cast(Tensor, self.net(images, noise=self._order(images)).last_hidden_state[:, 0])
 
     def _order(self, images: Tensor) -> Tensor:
-        """The numbers by which it sorts patches, of those in order."""
+        """Sorting keys that keep the patches in order."""
         return torch.arange(self.tokens - self.prefix, device=images.device).expand(len(images), -1)
 
 
 class TowerAnatomy(BackboneAnatomy):
-    """The image side of CLIP (a CLS token, projected where the model does) or SigLIP (attention pooling)."""
+    """The image encoder of CLIP (a CLS token, projected if the model does so) or SigLIP (attention pooling)."""
 
     shapes: ClassVar[Mapping[str, HfLayout]] = {
         "CLIPVisionModel": HfLayout("", "cls", 1, CLIP),
@@ -131,7 +133,7 @@ class TowerAnatomy(BackboneAnatomy):
     def __init__(self, model: Any, **about: Any) -> None:
         super().__init__(model, **about)
         if self.pooling == "map" and getattr(self.backbone, "head", None) is None:
-            raise PatchlightError(f"{self.name} has no pooling (vision_use_head=False), so no features of an image")
+            raise PatchlightError(f"{self.name} has no pooling (vision_use_head=False), so it has no image features")
 
     def features(self, tokens: Tensor) -> Tensor:
         if self.pooling == "map":
@@ -147,14 +149,14 @@ class TowerAnatomy(BackboneAnatomy):
 
 
 class HuggingFacePair(TowerAnatomy, TextSide):
-    """CLIP or SigLIP (SigLIP2 of a fixed size too), whole: its text side reads the sentences that a head asks about."""
+    """CLIP or SigLIP (also SigLIP2 of a fixed size) with its text encoder, which reads the sentences of a head."""
 
     shapes: ClassVar[Mapping[str, HfLayout]] = {
         "CLIPModel": HfLayout("vision_model", "cls", 1, CLIP),
         "SiglipModel": HfLayout("vision_model", "map", 0, SIGLIP),
     }
 
-    tokenizer_advice = "tokenizer=, or processor= one of transformers that holds it"
+    tokenizer_advice = "tokenizer=, or processor= one of transformers that contains it"
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
         self.tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
@@ -172,9 +174,9 @@ class HuggingFacePair(TowerAnatomy, TextSide):
         return _tensor(cast(Any, self.net).get_text_features(**ids))
 
     def _ids(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Token ids, with their mask where the model was trained with one.
+        """Token ids, with their mask if the model was trained with one.
 
-        SigLIP reads a text at its last place, and was trained on lower-cased texts filled up to all places, unmasked.
+        SigLIP reads a text at its last position; it was trained on lower-case texts padded to full length, unmasked.
         """
         sizes = cast(Any, self.model).config.text_config
         room = int(sizes.max_position_embeddings)
@@ -206,7 +208,7 @@ _KINDS = (BackboneAnatomy, RotaryAnatomy, MaskedAnatomy, TowerAnatomy, HuggingFa
 
 
 def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of transformers, of a local folder or the hub, with its image processor and its tokenizer."""
+    """Build a transformers model from a local folder or the hub, with its image processor and tokenizer."""
     try:
         import transformers
     except ImportError as error:
@@ -235,7 +237,7 @@ def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             model, info = make(config, **others, **extra), {}
     except OSError as error:
         if reason:
-            raise not_cached(f"hf:{name}", "it is", reason, "hf:FOLDER of a model that lies here") from error
+            raise not_cached(f"hf:{name}", "it is", reason, "hf:FOLDER of a local model") from error
         raise
     check_complete(info, saved, name)
     about: dict[str, Any] = {}
@@ -247,9 +249,10 @@ def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tuple[str, dict[str, Any]]:
-    """The class as which a transformers model is opened, with what it is made with; "" where a classifier is wanted.
+    """The class that a transformers model is opened as, and its options; "" for a classifier.
 
-    Weights that have a classifier make one of a backbone. A pooler behind a backbone, often not trained, is left out.
+    Weights that contain a classifier turn a backbone into a classifier. A pooler after a backbone, often untrained, is
+    left out.
     """
     check_kind(saved, f"'hf:{name}'")
     classifies = weights is not None and "classifier.weight" in weights
@@ -281,9 +284,9 @@ def check_kind(kind: str, name: str) -> None:
 
 
 def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
-    """The tokenizer of a folder or a hub name, or what says why there is none.
+    """The tokenizer of a folder or a hub name, or a stand-in that knows why there is none.
 
-    Where no vocabulary lies there, transformers 5 makes a tokenizer that knows letters alone.
+    Without a vocabulary, transformers 5 would create a tokenizer of single letters.
     """
     from transformers import AutoTokenizer
 
@@ -297,5 +300,5 @@ def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
 
 
 def _tensor(out: Any) -> Tensor:
-    """Features, which 4.x gives as a tensor and 5.x inside an output."""
+    """Features, which 4.x returns as a tensor and 5.x inside an output."""
     return cast(Tensor, out if isinstance(out, Tensor) else out.pooler_output)

@@ -19,22 +19,22 @@ from patchlight.core.errors import PatchlightError
 class HierarchicalAnatomy(Anatomy):
     """A network of stages, each coarser than the one before, opened before the blocks of one of them.
 
-    `stage` (0-based, negative from the end; the second-to-last by default) chooses it. Its tokens stand on that
-    stage's grid, `block` runs on the grid of its own stage, and `merge` makes the tokens of each later stage of those
-    of the one before. Rows are pulled through all of it, so maps are on the grid of the stage asked for. Feature-map
-    methods read what the stage gives.
+    `stage` (0-based, negative from the end; the second-to-last by default) selects it. The tokens are on the grid of
+    that stage; `block` runs on the grid of its own stage, and `merge` combines tokens where a later stage begins. Rows
+    are pulled through all stages, so maps are on the grid of the selected stage. Feature-map methods read the output of
+    the stage.
     """
 
     library = "timm"
     hierarchical = True
-    can_drop = "each of its stages merges patches of a whole grid"
+    can_drop = "each of its stages merges patches of a complete grid"
     kernel, padding = 2, 0
-    """How many tokens, along a side, are merged into one, and how far the first of them reaches over the edge."""
+    """Tokens merged into one along a side, and how far the first reaches over the edge."""
 
     def __init__(self, model: Any, stage: int, **about: Any) -> None:
         count = len(model.feature_info)
         if not -count <= stage < count:
-            raise PatchlightError(f"there is no stage {stage}; {about['name']} has stages 0 to {count - 1}")
+            raise PatchlightError(f"stage {stage} does not exist; {about['name']} has stages 0 to {count - 1}")
         self.stage, self.stages = stage % count, count
         step = model.feature_info[self.stage]["reduction"]
         rows, columns = (-(-side // step) for side in about["preprocess"].size)
@@ -44,7 +44,7 @@ class HierarchicalAnatomy(Anatomy):
 
     @property
     def _grids(self) -> list[tuple[int, int]]:
-        """The grids of the stages from the one it is opened at on."""
+        """The grids of the stages, from the one it is opened at."""
         steps = [2**i for i in range(self.stages - self.stage)]
         return [(-(-self.grid[0] // step), -(-self.grid[1] // step)) for step in steps]
 
@@ -54,7 +54,7 @@ class HierarchicalAnatomy(Anatomy):
 
     @property
     def _order(self) -> list[tuple[int, int]]:
-        """The stage of each block, and its number there."""
+        """The stage of each block, and its index there."""
         return [(i, j) for i in range(self.stage, self.stages) for j in range(len(self._blocks(i)))]
 
     def grid_of(self, index: int) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class HierarchicalAnatomy(Anatomy):
         return self._merged(self.stage, images).flatten(2).transpose(1, 2)
 
     def _begins(self, index: int) -> bool:
-        """Whether a block begins a stage behind the one that the model is opened at."""
+        """Whether a block is the first of a stage after the one that the model is opened at."""
         return 0 < index < self.depth and self._order[index][1] == 0
 
     def merge(self, index: int, tokens: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class HierarchicalAnatomy(Anatomy):
 
     @abstractmethod
     def _pooled(self, x: Tensor) -> Tensor:
-        """What the classifier reads of the last feature map, channels first."""
+        """The input of the classifier, from the last feature map (channels first)."""
 
     @property
     def tokens_read(self) -> int:
@@ -111,7 +111,7 @@ class HierarchicalAnatomy(Anatomy):
 
     def watch(self) -> None:
         super().watch()
-        if any(weight.is_meta for weight in self.net.parameters()):  # a model without weights has nothing to see
+        if any(weight.is_meta for weight in self.net.parameters()):  # a model without weights cannot be run
             return
         for index, block in enumerate(self.blocks):
             reach = self._reach(block, self.grid_of(index))
@@ -119,7 +119,7 @@ class HierarchicalAnatomy(Anatomy):
                 watch_reach(cast(Any, block).attn, reach, self._until(block))
 
     def _stage(self, i: int, x: Tensor) -> Tensor:
-        """From feature map to feature map, channels first; stage 0 from the image."""
+        """Run a stage from feature map to feature map (channels first); stage 0 starts from the image."""
         x = self._merged(i, x)
         size, x = (x.shape[2], x.shape[3]), x.flatten(2).transpose(1, 2)
         for j in range(len(self._blocks(i))):
@@ -128,7 +128,7 @@ class HierarchicalAnatomy(Anatomy):
 
     @abstractmethod
     def _merged(self, i: int, x: Tensor) -> Tensor:
-        """The feature map that the blocks of a stage are given, channels first; of stage 0 from the image."""
+        """The feature map (channels first) that enters the blocks of a stage; for stage 0, from the image."""
 
     @abstractmethod
     def _blocks(self, i: int) -> Sequence[nn.Module]:
@@ -136,19 +136,19 @@ class HierarchicalAnatomy(Anatomy):
 
     @abstractmethod
     def _between(self, i: int, j: int, merges: bool) -> list[nn.Module]:
-        """What runs with that block besides it: what merges its tokens, where it does, and what stands behind it."""
+        """Modules that run with a block: the merging before it and what follows it."""
 
     @abstractmethod
     def _run(self, i: int, j: int, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        """That block on tokens [B,h*w,D]."""
+        """Run a block on tokens [B,h*w,D]."""
 
     def _until(self, block: Any) -> nn.Module | None:
-        """From which part on its attention runs on tokens in order; None for none."""
+        """The part from which on its attention runs on tokens in order; None if there is none."""
         return None
 
     @abstractmethod
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach | None:
-        """Which tokens its attention joins; None where all with all."""
+        """Which tokens its attention connects; None for all with all."""
 
 
 _WINDOWED = "its attention is within windows"
@@ -173,7 +173,7 @@ class SwinAnatomy(HierarchicalAnatomy):
     def _reach(self, block: Any, grid: tuple[int, int]) -> Reach:
         window, shift, like = tuple(block.window_size), tuple(block.shift_size), block.norm1.weight
         mask = block.attn_mask
-        if getattr(block, "dynamic_mask", False):  # it is made for every image
+        if getattr(block, "dynamic_mask", False):  # created for every image
             padded = [-(-side // size) * size for side, size in zip(grid, window, strict=True)]
             mask = block.get_attn_mask(like.new_zeros(1, *padded, 1))
         return Windows.of(grid, window, shift, None if mask is None else mask == 0, like.device)
@@ -182,7 +182,7 @@ class SwinAnatomy(HierarchicalAnatomy):
         block: Any = self.blocks[index]
         attn, mlp = block.attn, block.mlp
         if hasattr(attn, "logit_scale"):
-            return Parts(beyond=f"{_WINDOWED}, of normed queries and keys, and norms stand behind it and the MLP")
+            return Parts(beyond=f"{_WINDOWED}, of normed queries and keys, and norms follow it and the MLP")
         return Parts(
             block.norm1,
             block.norm2,
@@ -202,7 +202,7 @@ class SwinAnatomy(HierarchicalAnatomy):
 class PvtAnatomy(HierarchicalAnatomy):
     """PVTv2: attention to pooled tokens; overlapping 3 x 3 patches are merged, and MLPs mix neighbours.
 
-    The norm behind the last block of a stage belongs to that block.
+    The norm after the last block of a stage belongs to that block.
     """
 
     kernel, padding = 3, 1
@@ -239,7 +239,7 @@ class PvtAnatomy(HierarchicalAnatomy):
 class TwinsAnatomy(HierarchicalAnatomy):
     """Twins: attention within windows and, in every other block (in PCPVT in all), to pooled tokens.
 
-    The convolution behind the first block of a stage belongs to that block.
+    The convolution after the first block of a stage belongs to that block.
     """
 
     def _merged(self, i: int, x: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class TwinsAnatomy(HierarchicalAnatomy):
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
-        beyond = "its attention is within windows or to pooled tokens, and a convolution stands in every stage"
+        beyond = "its attention is within windows or to pooled tokens, and every stage has a convolution"
         return Parts(block.norm1, beyond=beyond)
 
     def _pooled(self, x: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class TwinsAnatomy(HierarchicalAnatomy):
 
 
 def _pooled_keys(reduction: nn.Conv2d | None, grid: tuple[int, int]) -> Reach | None:
-    """The keys that a convolution of patches side by side makes; None where there is none."""
+    """The keys that a convolution of adjacent patches produces; None if there is no convolution."""
     if reduction is None:
         return None
     step = int(reduction.stride[0])

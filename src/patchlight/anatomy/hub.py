@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached, asked briefly at every load, and what of it lies in the local cache."""
+"""Check briefly whether the model hub can be reached, and which of its files are in the local cache."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from patchlight.core.errors import PatchlightError
 
 PATIENCE = 2.0
-"""Seconds that the hub has to answer a knock; its own client would try for most of a minute."""
+"""Seconds that the hub has to answer; its own client would try for most of a minute."""
 
 
 def endpoint() -> str:
-    """Where the hub is: https://huggingface.co, or what HF_ENDPOINT says."""
+    """Address of the hub: https://huggingface.co, or HF_ENDPOINT."""
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)
 
 
 def unreachable() -> str:
-    """Why the hub cannot be reached, or "" where it can.
+    """Why the hub cannot be reached; "" if it can.
 
-    It is asked through the hub's own client, which knows the user's proxies and certificates. Any answer will do, and
-    so will a slow one from a host that is there.
+    The request goes through the hub's own client, which uses the user's proxies and certificates. Any answer counts,
+    even a slow one from a host that exists.
     """
     from huggingface_hub import constants, get_session
 
@@ -39,7 +39,7 @@ def unreachable() -> str:
             slow = type(error).__name__ == "ReadTimeout"
             answer.append("" if slow else " ".join(str(error).split()) or type(error).__name__)
 
-    # looking a host up cannot be given a time limit, so it is left behind
+    # looking up a host has no time limit, so the thread is abandoned
     asking = threading.Thread(target=knock, daemon=True)
     asking.start()
     asking.join(PATIENCE + 0.5)
@@ -59,7 +59,7 @@ def cached(repository: str, *names: str) -> Path | None:
 
 
 def not_cached(name: str, what: str, reason: str, advice: str) -> PatchlightError:
-    """The error about weights that are neither in the local cache nor, for a reason, to be had of the hub."""
+    """The error for weights that are neither in the local cache nor available from the hub."""
     return PatchlightError(
         f"'{name}' could not be loaded: {what} not in the local cache, and {endpoint()} cannot be reached ({reason}); "
         f"give {advice}"

@@ -1,4 +1,4 @@
-"""The model boundary: `load` a model by name or `wrap` one you have; both give its anatomy."""
+"""Entry point: `load` a model by name or `wrap` a module; both return its anatomy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
 
 _OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid", "regression", "stage")
-"""What `wrap` takes for a model that it reads by itself."""
+"""Keywords of `wrap` for a model that it recognises."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
-"""What it needs for one that is described by hand."""
+"""Keywords of `wrap` for a model described by hand."""
 _PASSED = ("sigmoid", "regression", "stage", "tokenizer")
-"""What `load` takes for `wrap`."""
+"""Keywords of `load` that are passed to `wrap`."""
 _LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
 
 
@@ -45,57 +45,58 @@ def wrap(
     template: str | Sequence[str] = "{}",
     **about: Any,
 ) -> Anatomy:
-    """The anatomy of a model you already have: timm, transformers, open_clip or torchvision.
+    """Open a model that you already have: timm, transformers, open_clip, torchvision, or your own module.
 
-    A probe is run through the model, whole and in parts, and a model whose forward does more than its parts is refused.
-    The model itself is only read: everything runs on a twin over the same weights, in evaluation mode, so the model may
+    A probe runs through the model, whole and in parts; a model whose forward does more than its parts is refused. The
+    model itself is only read: everything runs on a twin that shares its weights, in evaluation mode, so the model can
     be trained or used meanwhile. Compiled and DataParallel models are unwrapped.
 
-    `head` (of `pl.heads`) asks another question than the model's own classifier; `texts` are the sentences of an
-    image-text model, short for `head=pl.heads.Texts(texts, template=template)`. A model without a classifier needs one.
-    An Anatomy can be given another head too. `tokenizer` reads the sentences: of transformers, or what
-    `open_clip.get_tokenizer` gives; a transformers `processor` may hold one.
+    A module of yours that runs one of these models inside is opened at the blocks of that backbone; what it does around
+    them is its embedding and head. Any other model is described by hand: give `embed`, `blocks`, `readout`, `grid`,
+    `prefix`, `pooling`, `heads`, `classes` and `preprocess`. Functions that are methods of the model run on its twin;
+    others run its own modules, switched to evaluation mode under a lock if necessary.
 
-    `labels` (names, a list or a CSV file), `name`, `preprocess` (or `processor`, a transformers image processor) and
-    `sigmoid` override what is read from the model, `regression=True` says that its outputs are numbers; `preprocess` is
-    a `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder. `stage`
-    (0-based, or negative from the end) is where a hierarchical model is opened, the second-to-last by default.
-
-    A module of your own that runs one of these models inside is opened at the blocks of that backbone, and what it does
-    around them is its embedding and head. `output` is a function from what it gives to the logits [B,C], where they
-    are not its only tensor, the first of a tuple, or called logits. A backbone whose grid or prefix tokens the module
-    changes is told with `grid`, `prefix`, `channels`, `extent` or `pooling`.
-
-    A model of another make is described by hand: give `embed`, `blocks`, `readout`, `grid`, `prefix`, `pooling`,
-    `heads`, `classes` and `preprocess`. Functions that are methods of the model run on its twin; others run its own
-    modules, put into evaluation mode under a lock where they are not in it.
+    Args:
+        model: A torch module, or an Anatomy that gets another head.
+        head: One of `pl.heads`, in place of the model's classifier. A model without a classifier needs one.
+        texts: Sentences for an image-text model; short for `head=pl.heads.Texts(texts, template=template)`.
+        template: Text around each sentence, such as "a photo of a {}".
+        about: Overrides of the values read from the model: `labels` (names, a list or a CSV file), `name`, `preprocess`
+            (a `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder) or
+            `processor` (a transformers image processor), `tokenizer` (of transformers or `open_clip.get_tokenizer`; a
+            `processor` may contain one), `sigmoid`, `regression=True` (its outputs are numbers), `stage` (0-based, or
+            negative from the end: where a hierarchical model is opened). For a module of yours also `output` (a
+            function from its output to the logits [B,C]) and, where it changes the backbone's, `grid`, `prefix`,
+            `channels`, `extent` or `pooling`.
     """
     about = {key: value for key, value in about.items() if value is not None}
     if isinstance(model, Anatomy):
         if about:
             raise PatchlightError(f"{', '.join(about)} cannot be given for {model.name}, which is wrapped already")
-        return _asked(model, head, texts, template)
+        return _with_head(model, head, texts, template)
     _check_own(about, head, texts)
-    return _asked(_wrapped(model, about), head, texts, template)
+    return _with_head(_wrapped(model, about), head, texts, template)
 
 
 def _check_own(about: Mapping[str, Any], head: Head | None, texts: Sequence[str] | None) -> None:
-    """Refuse what is said of a model's own classifier where another head is asked."""
+    """Refuse settings of the model's own classifier when another head is given."""
     own = next((key for key in ("sigmoid", "regression", "labels") if about.get(key)), None)
     if own is not None and (head is not None or texts is not None):
         raise PatchlightError(
-            f"{own} would be about the model's own classifier, and another head is asked; give {own} to the head"
+            f"{own} would be about the model's own classifier, and another head was given; give {own} to the head"
         )
 
 
-def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, template: str | Sequence[str]) -> Anatomy:
-    """The anatomy with the head asked for; one with neither that nor a classifier has nothing to explain."""
+def _with_head(
+    anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, template: str | Sequence[str]
+) -> Anatomy:
+    """The anatomy with the given head; a model with neither head nor classifier is refused."""
     from patchlight.anatomy.heads import Head, Texts
 
     if head is not None and texts is not None:
-        raise PatchlightError("give either head or texts, which is short for head=pl.heads.Texts(texts)")
+        raise PatchlightError("give head or texts, not both (texts=… means head=pl.heads.Texts(texts))")
     if texts is None and template != "{}":
-        raise PatchlightError("template stands around sentences; give texts=[…] too")
+        raise PatchlightError("template applies to sentences; give texts=[…] too")
     head = head if texts is None else Texts(texts, template=template)
     if head is None:
         if anatomy.classes == 0:
@@ -112,19 +113,19 @@ def _asked(anatomy: Anatomy, head: Head | None, texts: Sequence[str] | None, tem
 
 
 def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    about = _checked(about)
+    about = _check_keywords(about)
     if not isinstance(model, nn.Module):
-        raise PatchlightError(f"wrap takes a torch module; {type(model).__name__} was given (load takes names)")
+        raise PatchlightError(f"wrap needs a torch module, not {type(model).__name__}; load takes names")
     model = _unwrap(model)
     _check_quantised(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
         about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
     if "tokenizer" in about and not has_text_side(model):
-        raise PatchlightError(f"{type(model).__name__} has no text side, so a tokenizer means nothing for it")
+        raise PatchlightError(f"{type(model).__name__} has no text encoder, so a tokenizer does not apply")
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])
     if "preprocess" in about:
-        about["preprocess"] = applied(about["preprocess"], lambda: _own_preprocess(model, about))
+        about["preprocess"] = applied(about["preprocess"], lambda: _model_preprocess(model, about))
     anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
     _check_colours(anatomy)
     check_finite(model, anatomy.name)
@@ -144,23 +145,30 @@ def load(
     template: str | Sequence[str] = "{}",
     **options: Any,
 ) -> Anatomy:
-    """Load a model by name; of a module you already have, `load` is the same as `wrap`.
+    """Load a model by name; for a module you already have, `load` is the same as `wrap`.
 
-    "pocket", any timm name, "hf:NAME" (hub name or local folder), "open_clip:NAME" (of its list, or a local folder), or
-    "torchvision:NAME".
-
-    `weights` is a safetensors file (or a torch file of plain tensors); the number of classes is read from it. Without
-    it the pretrained weights are fetched, where a hub is reachable (of open_clip's, `pretrained` says by tag which);
-    `pretrained=False` leaves them random. Further options go to the library's own constructor (`img_size=`,
-    `patch_size=`, …); `preprocess`, `head`, `texts`, `template`, `tokenizer`, `sigmoid`, `regression` and `stage` as in
-    wrap. Of weights for another `img_size` the position tables are resampled.
+    Args:
+        name: "pocket", any timm name, "hf:NAME" (hub name or local folder), "open_clip:NAME" (of its list, or a local
+            folder), or "torchvision:NAME".
+        weights: A safetensors file, or a torch file of plain tensors; the number of classes is read from it. Position
+            tables made for another `img_size` are resampled.
+        labels: Names of the classes: a list, or a CSV file.
+        device: Where the model is placed.
+        pretrained: Whether pretrained weights are fetched if `weights` is not given; False leaves them random. A tag
+            selects among open_clip's.
+        preprocess: How images are prepared, as in `wrap`.
+        head: One of `pl.heads`, in place of the model's classifier.
+        texts: Sentences for an image-text model, as in `wrap`.
+        template: Text around each sentence.
+        options: `tokenizer`, `sigmoid`, `regression` and `stage` as in `wrap`; all others go to the library's
+            constructor (`img_size=`, `patch_size=`, …).
     """
     if isinstance(name, nn.Module | Anatomy):
         if weights is not None or pretrained is not None or str(device) != "cpu":
             raise PatchlightError("weights, pretrained and device belong to a model's name; a module is used as it is")
         return wrap(name, head, texts, template, labels=labels, preprocess=preprocess, **options)
     if not isinstance(name, str):
-        raise PatchlightError(f"load takes a name or a module; {type(name).__name__} was given")
+        raise PatchlightError(f"load needs a name or a module, not {type(name).__name__}")
     family, rest = family_of(name)
     if isinstance(pretrained, str) and not family.tagged:
         raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")
@@ -172,7 +180,7 @@ def load(
     _check_own(about, head, texts)
     tag = pretrained if isinstance(pretrained, str) else None
     fetch = state is None and pretrained is not False
-    model, more = _created(family, name, LoadRequest(rest, fetch, tag, state, options, about))
+    model, more = _create(family, name, LoadRequest(rest, fetch, tag, state, options, about))
     anatomy = _wrapped(model, {**about, **more})
     if state is not None:
         if "img_size" in options or "image_size" in options:
@@ -185,16 +193,16 @@ def load(
     except (RuntimeError, AssertionError) as error:
         raise PatchlightError(f"device '{device}' cannot be used: {str(error).splitlines()[0]}") from error
     anatomy.renew()
-    return _asked(anatomy, head, texts, template)
+    return _with_head(anatomy, head, texts, template)
 
 
 def list_models(pattern: str = "") -> list[str]:
-    """The names `load` knows without a prefix: pocket, and timm's plain and hierarchical transformers."""
+    """The names that `load` accepts without a prefix: pocket, and timm's plain and hierarchical transformers."""
     return match_names((name for family in in_order() for name in family.names()), pattern)
 
 
-def _created(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that a family makes, and what it knows of it beside."""
+def _create(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """The model that a family builds, and keywords for `wrap`."""
     assert family.create is not None
     try:
         made = family.create(request)
@@ -205,8 +213,8 @@ def _created(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module
     return made if isinstance(made, tuple) else (made, {})
 
 
-def _checked(about: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `wrap`, or a sentence about one that it does not take."""
+def _check_keywords(about: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `wrap`; unknown ones are refused."""
     known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM}
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
@@ -217,7 +225,7 @@ def _checked(about: dict[str, Any]) -> dict[str, Any]:
         kind = type(about["output"]).__name__
         raise PatchlightError(f"output is {kind}; give a function, such as output=lambda out: out['logits']")
     if "output" in about and "blocks" in about:
-        raise PatchlightError("output is for models that are read by themselves; a readout gives the logits itself")
+        raise PatchlightError("output= does not apply to a model described by hand; let readout return the logits")
     return about
 
 
@@ -227,14 +235,14 @@ def _unwrap(model: nn.Module) -> nn.Module:
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
         if inner is None and type(model).__module__.startswith("peft."):
-            inner = cast(Any, model).get_base_model()  # with the adapters in it
+            inner = cast(Any, model).get_base_model()  # including its adapters
         if inner is None:
             return model
         model = inner
 
 
 def _check_colours(vit: Anatomy) -> None:
-    """Refuse colour statistics of another number of channels, where pictures can be given at all."""
+    """Refuse colour statistics whose number does not match the image channels."""
     given = len(vit.preprocess.mean)
     if vit.channels in (1, 3) and given not in (1, 3):
         raise PatchlightError(
@@ -244,23 +252,23 @@ def _check_colours(vit: Anatomy) -> None:
 
 
 def _check_quantised(model: nn.Module) -> None:
-    """Refuse weights of 8 bits that a twin cannot share, or that pass no gradient: torchao's, and bitsandbytes' own."""
+    """Refuse 8-bit weights that a twin cannot share, or that pass no gradient: those of torchao and bitsandbytes."""
     for key, value in model.named_parameters():
         kind, package = type(value).__name__, type(value).__module__.partition(".")[0]
         if package == "torchao" or (package == "bitsandbytes" and kind == "Int8Params"):
             raise PatchlightError(
-                f"'{key}' of {type(model).__name__} is an {kind} of {package}, whose 8 bits cannot be looked through; "
+                f"'{key}' of {type(model).__name__} is an {kind} of {package}, whose 8-bit layers cannot be read; "
                 "load the model without quantisation (in bfloat16, say), or wrap it before it is quantised"
             )
 
 
-def _own_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
-    """What a model says of its images, of which some is to be replaced."""
+def _model_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
+    """The model's own preprocessing, some of which is replaced."""
     if "blocks" in about:
         return Preprocess((224, 224))
     given: PreprocessSpec = about["preprocess"]
     with warnings.catch_warnings():
-        if given.size and given.mean and given.std:  # nothing that matters is assumed
+        if given.size and given.mean and given.std:  # no relevant assumption
             warnings.simplefilter("ignore", AssumedPreprocess)
         return _read(model, {key: value for key, value in about.items() if key != "preprocess"}).preprocess
 
@@ -270,24 +278,24 @@ def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     if anatomy is None and ("output" in about or not has_text_side(model)):
         anatomy = read_custom(model, about)
     if anatomy is None:
-        raise PatchlightError(_unread(model, [*hf.supported(), *hf_backbones.supported()]))
+        raise PatchlightError(_how_to_describe(model, [*hf.supported(), *hf_backbones.supported()]))
     return anatomy
 
 
-def _unread(model: nn.Module, of_transformers: Sequence[str]) -> str:
-    """Why a model cannot be read by itself, and how it is described by hand."""
+def _how_to_describe(model: nn.Module, of_transformers: Sequence[str]) -> str:
+    """Why a model is not recognised, and how to describe it by hand."""
     kind, blocks, classes = type(model).__name__, "…", "…"
     if has_text_side(model):
         towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
         found = next((path for path in towers if _reaches(model, path)), None)
         blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"
         why = (
-            f"{kind} compares images with texts and has no classes of its own. Describe its image side by hand, with a "
+            f"{kind} compares images with texts and has no classes. Describe its image encoder by hand, with a "
             "readout that gives the similarity to the features of your texts"
         )
     else:
         why = (
-            f"{kind} is not a model that can be read by itself; looked for timm's transformers (list_models names "
+            f"{kind} is not a supported model; supported are timm's transformers (list_models names "
             "them), torchvision's VisionTransformer, open_clip's CLIP, and transformers' "
             f"{', '.join(of_transformers)}. Describe it by hand"
         )
@@ -318,13 +326,13 @@ def _could_not(name: str, fetch: bool, error: Exception) -> str:
     first = first_line(error)
     misspelt = re.search(r"unexpected keyword argument '(\w+)'", first)
     if misspelt is not None:
-        return f"'{name}' takes no '{misspelt[1]}'; {nearest(misspelt[1], {*_LOADING, *_taken(error)})}"
+        return f"'{name}' takes no '{misspelt[1]}'; {nearest(misspelt[1], {*_LOADING, *_parameters_of(error)})}"
     hint = "; without a hub give weights=FILE, or pretrained=False for random weights" if fetch else ""
     return f"'{name}' could not be loaded: {first}{hint}"
 
 
-def _taken(error: Exception) -> set[str]:
-    """What the constructor takes that complained of a keyword: it was called where the traceback ends."""
+def _parameters_of(error: Exception) -> set[str]:
+    """The parameters of the constructor that raised this error, found at the end of the traceback."""
     names, step = {"img_size", "patch_size", "num_classes", "num_labels"}, error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next

@@ -1,4 +1,4 @@
-"""Which of timm's models can be opened, by the name of the timm module they are in; nothing is built to know it."""
+"""Which of timm's models can be opened, by the timm module they are in; no model is built to find out."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ STAGED = (
     *("pvt_v2", "shvit", "swiftformer", "swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr"),
     *("tiny_vit", "twins", "visformer", "volo"),
 )
-"""Stages of which each has its own grid; opened behind one of them."""
+"""Each stage has its own grid; opened after one of them."""
 
 _OTHERS = {
     "convmixer": "it mixes patches by convolutions, and has no attention",
-    "crossvit": "it runs over two grids of patches of different sizes at once, so there is no one map",
+    "crossvit": "it runs over two grids of patches of different sizes at once, so it has no single map",
     "efficientvim": "it is a state-space network, and has no attention",
     "mambaout": "it is a network of gated convolutions, and has no attention",
     "mlp_mixer": "it mixes patches by MLPs, and has no attention",
-    "tnt": "it runs over patches and over the pixels within each of them at once, so it has no one row of tokens",
-    "sequencer": "it reads rows and columns of patches by LSTMs, and has no attention",
+    "tnt": "it runs over patches and over the pixels in each at once, so it has no single sequence of tokens",
+    "sequencer": "it processes rows and columns of patches by LSTMs, and has no attention",
 }
 _ENCODERS = "*_enc"
 
@@ -38,12 +38,12 @@ def why_not(name: str, module: str) -> str | None:
     if module and module not in PLAIN + STAGED:
         return _OTHERS.get(module, f"it is a convolutional network (timm's {module})")
     if fnmatch(name, _ENCODERS):
-        return f"it gives tokens for a language model, and no logits; '{name.removesuffix('_enc')}' has a classifier"
+        return f"it returns tokens for a language model, not logits; '{name.removesuffix('_enc')}' has a classifier"
     return None
 
 
 def module_of(name: str) -> str:
-    """The timm module that a registered name is from; "" for one that somebody else registered."""
+    """The timm module of a registered name; "" for names registered by others."""
     from timm.models import model_entrypoint
 
     package, _, module = model_entrypoint(name).__module__.rpartition(".")
@@ -51,7 +51,7 @@ def module_of(name: str) -> str:
 
 
 def known_as(model: Any) -> tuple[str, str]:
-    """A timm model's name and timm module; those of its class where it was not made by name, "" for another make."""
+    """Name and timm module of a timm model; by its class if it was not created by name, "" if it is not timm's."""
     kind = next((cls for cls in type(model).__mro__ if cls.__module__.startswith("timm.models.")), None)
     if kind is None:
         return "", ""

@@ -1,4 +1,4 @@
-"""Anatomy of open_clip's image-text models: CLIP, SigLIP and their kin, with towers of its own or timm's."""
+"""Anatomy of open_clip's image-text models (CLIP, SigLIP and related), with its own or timm's towers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from patchlight.core.images import Preprocess
 from patchlight.core.targets import Outputs
 
 _OWN_VOCABULARY = 49408
-"""How many tokens the tokenizer knows that open_clip brings along."""
+"""Vocabulary size of open_clip's bundled tokenizer."""
 
 
 class OpenClipPair(TextSide):
-    """What all of them share: features that a projection gives, and a text side."""
+    """What all open_clip models share: projected features and a text encoder."""
 
     library = "open_clip"
     tokenizer_advice = "tokenizer=open_clip.get_tokenizer(NAME)"
@@ -53,13 +53,13 @@ class OpenClipPair(TextSide):
 
 
 class OpenClipAnatomy(OpenClipPair):
-    """A tower of open_clip's own: attention is torch's MultiheadAttention, seen at its outer function."""
+    """An open_clip tower, whose attention is torch's MultiheadAttention."""
 
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
         visual = model.visual
         if visual.attn_pool is not None or visual.pool_type not in ("tok", "avg"):
             raise Unsupported(
-                f"{about['name']} pools its tokens by an attention that cannot be looked into; "
+                f"{about['name']} pools its tokens by an attention that cannot be read; "
                 "towers that pool by token or average work"
             )
         self.tokenizer = tokenizer
@@ -82,7 +82,7 @@ class OpenClipAnatomy(OpenClipPair):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the images it takes: in open_clip's half precision some of its weights stay whole."""
+        """Type of the images it takes; in open_clip's half precision some weights stay in float32."""
         return cast(torch.dtype, self._visual.conv1.weight.dtype)
 
     @property
@@ -126,7 +126,7 @@ class OpenClipAnatomy(OpenClipPair):
 
 
 class _Trunk(OpenClipPair):
-    """A tower of timm's, with open_clip's projection behind it."""
+    """A timm tower followed by open_clip's projection."""
 
     plain_ends = False
 
@@ -155,9 +155,9 @@ class OpenClipBeitAnatomy(_Trunk, BeitAnatomy):
 
 
 def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
-    """An open_clip model of its list or of a local folder, and its tokenizer.
+    """Build an open_clip model of its list or of a local folder, with its tokenizer.
 
-    Without a tag the weights are OpenAI's where there are such, else the first of its list; weights that were trained
+    Without a tag the weights are OpenAI's if there are any, otherwise the first of its list; weights that were trained
     with QuickGELU get it.
     """
     try:
@@ -169,9 +169,9 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     local = Path(name).is_dir()
     if local:
         if not (Path(name) / "open_clip_config.json").is_file():
-            raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is no folder of open_clip's")
+            raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is not an open_clip folder")
         if tag is not None:
-            raise PatchlightError(f"'{name}' is a folder with weights of its own; pretrained={tag!r} is for names")
+            raise PatchlightError(f"'{name}' is a folder that has its own weights; pretrained={tag!r} is for names")
         source = f"local-dir:{name}"
     elif name.startswith("hf-hub:"):
         source = name
@@ -195,12 +195,12 @@ def read_open_clip(
     if kind == "CoCa":
         raise Unsupported(
             f"{name} cannot be opened: a CoCa pools its tokens by an attention of separate projections, which cannot "
-            "be looked into; open_clip's CLIP and SigLIP models work"
+            "be read; open_clip's CLIP and SigLIP models work"
         )
     if kind not in ("CLIP", "CustomTextCLIP"):
         return None
     if labels is not None:
-        raise PatchlightError(f"{name} has no classes to name; give labels to the head")
+        raise PatchlightError(f"{name} has no classes, so labels do not apply; give labels to the head")
     tokenizer = _own_tokenizer(model) if tokenizer is None else tokenizer
     about["name"] = name
     if "preprocess" not in about:
@@ -211,7 +211,7 @@ def read_open_clip(
     found = _trunk_anatomy(trunk)
     if found is None:
         inside = type(visual if trunk is None else trunk).__name__
-        raise Unsupported(f"{name} cannot be opened: its image side is a {inside}, and no plain Vision Transformer")
+        raise Unsupported(f"{name} cannot be opened: its image encoder is a {inside}, not a plain Vision Transformer")
     anatomy: Anatomy = found(model, tokenizer, **about)
     return anatomy
 
@@ -226,7 +226,7 @@ def _trunk_anatomy(trunk: Any) -> Any:
 
 
 def _weights(name: str, tag: str) -> dict[str, Any]:
-    """Options of open_clip's constructor for the weights of a tag, found in the local cache where the hub is away."""
+    """Options of open_clip's constructor for the weights of a tag; from the local cache without a hub."""
     import open_clip
 
     said = dict(open_clip.get_pretrained_cfg(name, tag))
@@ -243,7 +243,7 @@ def _weights(name: str, tag: str) -> dict[str, Any]:
 
 
 def _tokenizer(source: str, local: bool) -> Any:
-    """The tokenizer of a model, or what says why there is none; the local cache's, where the hub is away."""
+    """The tokenizer of a model, or a stand-in that knows why there is none; from the local cache without a hub."""
     import open_clip
 
     try:
@@ -270,15 +270,15 @@ def _tag(name: str, tag: str | None) -> str:
 
 
 def _preprocess(visual: Any, name: str) -> Preprocess:
-    """How open_clip prepares pictures for a model, as it says itself."""
+    """The preprocessing that open_clip defines for a model."""
     from open_clip.model import get_model_preprocess_cfg
     from open_clip.transform import PreprocessCfg
 
     said = PreprocessCfg(**get_model_preprocess_cfg(visual))
     if said.resize_mode not in ("shortest", "squash"):
         raise PatchlightError(
-            f"the pictures of {name} are resized to their longer side and filled up (resize_mode "
-            f"'{said.resize_mode}'); pass preprocess=pl.Preprocess(…) to say otherwise"
+            f"the images of {name} are resized to their longer side and padded (resize_mode "
+            f"'{said.resize_mode}'); pass preprocess=pl.Preprocess(…) to change this"
         )
     return Preprocess(
         size=cast("tuple[int, int]", tuple(said.input_size[1:])),
@@ -290,7 +290,7 @@ def _preprocess(visual: Any, name: str) -> Preprocess:
 
 
 def _own_tokenizer(model: Any) -> Any:
-    """The tokenizer that open_clip brings along, for a model of its vocabulary; None for others."""
+    """open_clip's bundled tokenizer, for a model with its vocabulary; otherwise None."""
     if int(model.vocab_size) != _OWN_VOCABULARY or not isinstance(model.context_length, int):
         return None
     from open_clip import SimpleTokenizer
@@ -299,7 +299,7 @@ def _own_tokenizer(model: Any) -> Any:
 
 
 def _counting(tokenizer: Any) -> Callable[[str], int] | None:
-    """What counts the tokens of a sentence before anything is cut off; None of a tokenizer that is not known."""
+    """A function that counts the tokens of a sentence before truncation; None for an unknown tokenizer."""
     if hasattr(tokenizer, "encode") and hasattr(tokenizer, "sot_token_id"):
         return lambda text: len(tokenizer.encode(text)) + 2
     inner, clean = getattr(tokenizer, "tokenizer", None), getattr(tokenizer, "clean_fn", str)

@@ -1,4 +1,4 @@
-"""An opened model: its twin, and views of it in other types, under other heads, over other copies of its weights."""
+"""An opened model: its twin, and views of it in other types, with other heads, over other copies of its weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Computing:
-    """How a twin computes: in another type (the kinds of module in `only`), with patches as one matrix product."""
+    """How a twin computes: in another type (for the module types in `only`), with patches as one matrix product."""
 
     dtype: torch.dtype | None = None
     products: bool = False
@@ -41,7 +41,7 @@ class Computing:
 
 @dataclass
 class Running:
-    """What one view of a model runs on: its twin, the twin's copy of the model now in use, and views made of it."""
+    """What one view of a model runs on: its twin, the copy of the model now in use, and views made of it."""
 
     twin: Twin
     net: Any = None
@@ -49,16 +49,16 @@ class Running:
     lock: Any = field(default_factory=threading.RLock)
     probing: bool = False
     part: tuple[Any, Any] = (None, None)
-    """For a model that contains another: the copy in use, and the anatomy of the one inside it."""
+    """For a model that contains another: the copy in use, and the anatomy of the inner one."""
 
 
 class Anatomy(Readout):
     """A Vision Transformer, opened: `readout(run(embed(images)))` equals `model(images)`.
 
-    `model` is the user's own and is only read; everything runs on `net`, a twin of it. `Contract` says what a family
-    fills in, and `Readout` what the outputs mean. `preprocess` is how images are prepared, `channels` how many they
-    have; `extent` are the pixels (rows, columns) that the grid covers, from the top left: less than the image where
-    patches do not fit into it, more where it is padded.
+    `model` is the user's module and is only read; everything runs on `net`, a twin of it. `Contract` lists what a
+    family defines, and `Readout` what the outputs mean. `preprocess` is how images are prepared, `channels` their
+    number of channels; `extent` are the pixels (rows, columns) that the grid covers, from the top left: less than the
+    image where patches do not fit into it, more where it is padded.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Anatomy(Readout):
         self._kind = "none" if regression else "sigmoid" if sigmoid else "softmax"
         self.outputs = self.own_outputs(classes)
         self.attention: str | None = None
-        """None when a block's attention matrix can be read, else the reason why not."""
+        """None if a block's attention matrix can be read, otherwise the reason why not."""
         self.gradient: str | None = None
-        """None when gradients flow through the blocks, else the reason why not."""
+        """None if gradients flow through the blocks, otherwise the reason why not."""
         self.reads_first = False
-        """Whether the logits are read from the first token alone, and `first_row` gives what they are read from."""
+        """Whether the logits depend on the first token alone, so that `first_row` is enough."""
         self.overflows = False
-        """Whether float16 was seen to be too small for its numbers."""
+        """Whether float16 was found to overflow."""
         self.width = 0
         self._checked = self._suspect = False
         self._computing = Computing()
@@ -100,7 +100,7 @@ class Anatomy(Readout):
 
     @cached_property
     def running(self) -> Running:
-        """What it runs on; copies of an anatomy begin without, and get their own when they are first used."""
+        """What it runs on; a copy of an anatomy starts without one and creates it on first use."""
         return self._begin()
 
     def _begin(self) -> Running:
@@ -109,19 +109,19 @@ class Anatomy(Readout):
         return running
 
     def _use(self, running: Running, net: nn.Module) -> None:
-        """Take a new copy of the model into use, once it is watched."""
+        """Start to use a new copy of the model, after hooks are added to it."""
         self._copy(running=replace(running, net=net)).watch()
         running.net, self.overflows = net, False
 
     def _copy(self, **changes: Any) -> Self:
-        """The same with other attributes; without a twin, unless `running` is among them."""
+        """The same anatomy with other attributes; without a twin, unless `running` is among them."""
         other = copy.copy(self)
         for key, value in changes.items():
             setattr(other, key, value)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled."""
+        """The state that is copied and pickled."""
         return {key: value for key, value in self.__dict__.items() if key != "running"}
 
     @property
@@ -135,7 +135,7 @@ class Anatomy(Readout):
         return self.running.twin
 
     def watch(self) -> None:
-        """Have taps see the twin's norms and attention outputs, and `projecting` its patches."""
+        """Let taps observe the twin's norms and attention outputs, and `projecting` its patches."""
         if self._computing.products:
             multiply_patches(self.net)
         for index in range(self.depth):
@@ -148,10 +148,10 @@ class Anatomy(Readout):
             projection.register_forward_hook(_projected)
 
     def renew(self) -> None:
-        """Have the twin follow what was done to the model since: moved, given another head or hook, loaded anew.
+        """Update the twin after changes to the model: moved, a new head or hook, weights loaded again.
 
-        Everything that explains or measures does so by itself; whoever calls `embed`, `block` or `readout` does it
-        with `batch` or `steady`.
+        Everything that explains or measures does this automatically; if you call `embed`, `block` or `readout`
+        yourself, use `batch` or `steady`.
         """
         settled: set[int] | None = getattr(_LOCAL, "settled", None)
         if settled is not None:
@@ -163,7 +163,7 @@ class Anatomy(Readout):
             self._suspect = True
         if self._suspect and self._checked:
             with running.lock:
-                if self._suspect and not running.probing:  # the probe renews too
+                if self._suspect and not running.probing:  # the probe also renews
                     running.probing = True
                     try:
                         self.check()
@@ -172,15 +172,15 @@ class Anatomy(Readout):
 
     @property
     def castable(self) -> bool:
-        """Whether `view` can have it compute in another type."""
+        """Whether `view` can compute in another type."""
         return True
 
     def view(
         self, dtype: torch.dtype | None = None, products: bool = False, only: tuple[type[nn.Module], ...] | None = None
     ) -> Self:
-        """The same anatomy over a twin whose weights (of the kinds of module in `only`) are a copy in another type.
+        """The same anatomy over a twin whose weights (of the module types in `only`) are a copy in another type.
 
-        It is kept, and renewed by `steady`. `products`: the patch projection is one matrix product.
+        It is cached, and updated by `steady`. `products`: the patch projection is one matrix product.
         """
         computing, views = Computing(dtype, products, only), self.running.views
         with self.running.lock:
@@ -191,27 +191,27 @@ class Anatomy(Readout):
         return view
 
     def _follow(self, other: Anatomy, computing: Computing) -> None:
-        """Take over all that is known of another anatomy by now: it is what that one is, which is checked."""
+        """Copy what is known about another anatomy of the same model, which has been checked."""
         vars(self).update(other.__getstate__(), _computing=computing, _checked=False)
 
     def over(self, net: nn.Module, holder: Anatomy) -> Self:
-        """The same anatomy over another copy of its model: a part of the twin of `holder`, which contains it."""
+        """The same anatomy over a part of the twin of `holder`, a model that contains it."""
         return self._copy(running=replace(self.running, net=net), _computing=holder._computing)
 
     def copied(self, dtype: torch.dtype) -> Self:
-        """The same anatomy over a copy of the model, which may be changed, in this type."""
+        """The same anatomy over a copy of the model in this type, which may be changed."""
         model = copy.deepcopy(self.model).requires_grad_(False).to(dtype)
-        return self._copy(model=model, _checked=False, _computing=Computing())  # it is what this one is
+        return self._copy(model=model, _checked=False, _computing=Computing())  # the same model
 
     def wide(self) -> Self:
-        """Itself, or its view in float32 where the weights are of half precision: what relevance is computed in."""
+        """The anatomy itself, or its float32 view if the weights are in half precision; relevance needs float32."""
         return self.view(torch.float32) if self.dtype in (torch.float16, torch.bfloat16) else self
 
     def ask(self, head: Head, bind: bool = True) -> Self:
-        """The same model asked by another head: what its classes are, and how features become their logits.
+        """The same model with another head, which defines the classes and their logits.
 
-        What the head needs of the model (features of reference images, of sentences) is computed anew, unless `bind` is
-        False: then it stays what it was computed as.
+        What the head needs of the model (features of reference images or sentences) is computed again, unless `bind` is
+        False.
         """
         bare = self if self.bare is None else self.bare
         bound = head.bound(bare) if bind else head
@@ -231,8 +231,8 @@ class Anatomy(Readout):
     def check(self) -> None:
         """Run a probe through the twin, whole and in parts, and refuse a model whose parts do not make the whole.
 
-        What the probe shows is believed over what the model says about itself: classes, tokens, width, and whether a
-        block's attention can be seen.
+        The probe's results override what the model reports about itself: classes, tokens, width, and whether the
+        attention of a block can be read.
         """
         probe(self) if self.bare is None else probe_head(self, self.bare)
         self._checked, self._suspect = True, False
@@ -244,10 +244,10 @@ class Anatomy(Readout):
             return own.features(own.run(own.embed(self.place(to_batch(images, self.preprocess, self.channels)))))
 
     def first_row(self, tokens: Tensor, heads: int | None = None) -> Tensor:
-        """The last block of a plain ViT on tokens [B,N,D], its output at the first token alone [B,1,D], by its parts.
+        """The output of the last block of a plain ViT at the first token alone [B,1,D], from tokens [B,N,D].
 
-        Only keys and values are computed for all tokens. `reads_first` says whether it may stand for the block; it may
-        be computed with another number of `heads`, as if the block had them.
+        Only keys and values are computed for all tokens. Valid only if `reads_first`; `heads` computes the block as if
+        it had another number of heads.
         """
         heads = self.heads if heads is None else heads
         parts: Any = self.parts(self.depth - 1)
@@ -265,7 +265,7 @@ class Anatomy(Readout):
         return row
 
     def no_linear_values(self) -> str | None:
-        """Why the value and output projections of its blocks cannot be read as one linear map per head; else None."""
+        """Why value and output projections cannot be read as one linear map per head; None if they can."""
         blocks = [self.parts(i) for i in range(self.depth)]
         reason = f"{self.name} has no value and output projection that make one linear map per head"
         if any(b.value is None or b.out is None or b.qkv is None for b in blocks) or affine(blocks[0].out) is None:
@@ -278,12 +278,12 @@ class Anatomy(Readout):
 
     @contextlib.contextmanager
     def projecting(self, change: Callable[[Tensor], Tensor | None] | None) -> Iterator[None]:
-        """Inside, `change` sees the projected patches [B,P,D] of every `embed`, and what it returns replaces them.
+        """Inside, `change` gets the projected patches [B,P,D] of every `embed`, and its result replaces them.
 
-        With None, nobody sees them.
+        None disables an outer `change`.
         """
         if self.projection() is None:
-            raise Unsupported(f"{self.name} has no patch projection to look at")
+            raise Unsupported(f"{self.name} has no readable patch projection")
         before = getattr(_LOCAL, "change", None)
         _LOCAL.change = change
         try:
@@ -303,7 +303,7 @@ class Anatomy(Readout):
         return next(p for p in net.parameters() if p.is_floating_point()).dtype
 
     def run(self, tokens: Tensor, start: int = 0, stop: int | None = None, keep: Tensor | None = None) -> Tensor:
-        """Blocks start..stop-1 on `tokens`; `keep` [B,k] drops all other patches first, and keeps their positions."""
+        """Run blocks start..stop-1 on `tokens`; `keep` [B,k] first drops all other patches; positions stay."""
         if keep is not None:
             self.check_droppable()
             self._check_keep(tokens, keep)
@@ -325,7 +325,7 @@ class Anatomy(Readout):
         return tokens.flatten(0, 1).index_select(0, rows).view(*places.shape, tokens.shape[2])
 
     def places(self, keep: Tensor) -> Tensor:
-        """Where the prefix tokens and the patches at `keep` [V,k] stand among all tokens: [V,p+k]."""
+        """Indices [V,p+k] of the prefix tokens and of the patches at `keep` [V,k] among all tokens."""
         prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
         return torch.cat([prefix, keep + self.prefix], 1)
 
@@ -337,7 +337,7 @@ class Anatomy(Readout):
                 f"[{tokens.shape[0]},k]"
             )
         if keep.numel() and not 0 <= int(keep.min()) <= int(keep.max()) < patches:
-            raise PatchlightError(f"keep holds {int(keep.min())}..{int(keep.max())}; patches are 0 to {patches - 1}")
+            raise PatchlightError(f"keep contains {int(keep.min())}..{int(keep.max())}; patches are 0 to {patches - 1}")
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits [B,C] of preprocessed images, without gradients."""
@@ -345,16 +345,16 @@ class Anatomy(Readout):
             return self.readout(self.run(self.embed(self.place(images))))
 
     def batch(self, images: Any) -> Tensor:
-        """One preprocessed [B,C,H,W] tensor from tensors, PIL images or paths, where the model lives."""
+        """One preprocessed [B,C,H,W] tensor from tensors, PIL images or paths, on the model's device."""
         self.renew()
         return self.place(to_batch(images, self.preprocess, self.channels))
 
     def place(self, images: Tensor) -> Tensor:
-        """Images where the model lives, in its type."""
+        """Images on the device and in the type of the model."""
         return images.to(self.device, self.dtype)
 
     def predict(self, images: Any, k: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image its first k classes as (label, probability), or (label, output) where not `probable`."""
+        """The top k classes of each image as (label, probability), or (label, output) if not `probable`."""
         logits = self.logits(self.batch(images)).float()
         values = self.probabilities(logits) if self.probable else logits
         top = values.topk(min(k, self.outcomes), 1)
@@ -367,7 +367,7 @@ class Anatomy(Readout):
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Inside, this thread looks once whether the model has changed, and its views follow once."""
+        """Inside, this thread checks only once whether the model has changed."""
         before = getattr(_LOCAL, "settled", None)
         _LOCAL.settled = set()
         try:
@@ -378,7 +378,7 @@ class Anatomy(Readout):
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """Inside, the twin is what the model is now, and computes in its own type whatever autocast surrounds it."""
+        """Inside, the twin matches the model as it is now and computes in its own type, regardless of autocast."""
         self.renew()
         with torch.autocast(self.device.type, enabled=False):
             yield
@@ -392,7 +392,7 @@ class Anatomy(Readout):
 
 
 def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes what it means, whatever autocast or inference mode surrounds the call."""
+    """A function that computes the same inside and outside autocast or inference mode."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -406,7 +406,7 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _LOCAL = threading.local()
-"""What this thread wants done to projected patches (the hook below stands on every twin for all threads), and which
+"""What this thread does to projected patches (the hook below is on every twin, for all threads), and which
 anatomies it has settled."""
 
 
@@ -425,4 +425,4 @@ def check_finite(model: nn.Module, name: str) -> None:
     """Refuse a model with NaN or infinity in a weight, by the weight's name."""
     for key, value in model.named_parameters():
         if not bool(torch.isfinite(value.detach()).all()):
-            raise PatchlightError(f"{name} has NaN or infinity in '{key}'; load sound weights")
+            raise PatchlightError(f"{name} has NaN or infinity in '{key}'; load intact weights")

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Readout(Contract):
-    """From the tokens of the last block to logits, and what each of them says.
+    """From the tokens of the last block to logits and their meaning.
 
     `classes` is the number of outputs, `labels` their names; `outputs` how they are read: as a softmax, sigmoids,
-    similarities, plain numbers. `head` is what was asked of the model by `ask`, in place of its own classifier (None),
-    and `bare` the model itself without.
+    similarities, plain numbers. `head` is the head given to `ask` in place of the model's classifier (None), and `bare`
+    the anatomy without it.
     """
 
     classes: int
     labels: Sequence[str] | None
     outputs: Outputs
     assumed_labels: bool = False
-    """Whether the labels were read from the model or its classes, and not given by the user."""
+    """Whether the labels come from the model, not from the user."""
     head: Head | None = None
     bare: Self | None = None
     _kind: Kind = "softmax"
@@ -40,11 +40,11 @@ class Readout(Contract):
         return self.head(tokens) if self.head.block is not None else self.head(self.features(tokens))
 
     def own_outputs(self, classes: int) -> Outputs:
-        """How so many outputs of the model's own classifier are read."""
+        """How a given number of outputs of the model's classifier is read."""
         return Outputs("binary" if classes == 1 and self._kind != "none" else self._kind)
 
     def ends(self) -> Ends | None:
-        """Embedding and head, where they are those of a plain ViT with a CLS token and a linear head; else None."""
+        """Embedding and head, if they are those of a plain ViT with a CLS token and a linear head; otherwise None."""
         found = self.own_ends()
         if found is None or self.head is None:
             return found
@@ -53,31 +53,31 @@ class Readout(Contract):
 
     @property
     def depth(self) -> int:
-        """How many blocks stand before what is read."""
+        """Number of blocks before the tokens that are read."""
         return len(self.blocks) if self.head is None or self.head.block is None else self.head.block
 
     @property
     def probable(self) -> bool:
-        """Whether its outputs are best told as probabilities, and not as the similarities or numbers that they are."""
+        """Whether outputs are shown as probabilities, not as similarities or numbers."""
         return self.outputs.kind != "cosine" and self.outputs.no_probability(self.classes) is None
 
     @property
     def rows_differ(self) -> bool:
-        """Whether each class reads tokens of its own, so that attention seen from there is its own too."""
+        """Whether each class reads other tokens, so that attention rows differ between classes."""
         return self.pooling == "max"
 
     @property
     def outcomes(self) -> int:
-        """How many classes can be asked about: those of its outputs, or both labels of a binary one."""
+        """Number of classes that can be explained: those of its outputs, or both labels of a binary one."""
         return self.outputs.outcomes(self.classes)
 
     @property
     def sigmoid(self) -> bool:
-        """Whether each class is a yes or no by itself."""
+        """Whether each class is an independent yes or no."""
         return self.outputs.independent
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What `outputs` says: a softmax, sigmoids, …; a binary output gives [1 - p, p]."""
+        """Probabilities of logits: a softmax, sigmoids, …; a binary output gives [1 - p, p]."""
         return probabilities(logits, self.outputs)
 
     def label(self, index: int) -> str:
@@ -86,28 +86,24 @@ class Readout(Contract):
         return f"output {index}" if self.outputs.kind == "none" else f"class {index}"
 
     def pool_row(
-        self,
-        logits: Tensor,
-        pool_attention: Tensor | None,
-        tokens: Tensor | None = None,
-        index: Tensor | None = None,
+        self, logits: Tensor, pool_attention: Tensor | None, tokens: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
-        """The weight [B,N] with which the classifier reads each output token, for logits [B,C] of their type.
+        """The weight [B,N] with which the classifier reads each output token, for logits [B,C].
 
-        CLS pooling reads one row, average pooling all patch rows alike, attention pooling by its own attention
-        (mean over heads), a head on two readings half of each. A head that looks for the largest reads one of the
-        `tokens` [B,N,D], for the class `index` [B].
+        CLS pooling reads one row, average pooling all patch rows equally, attention pooling by its attention (mean over
+        heads), a head on two tokens half of each. A head that takes the maximum reads one of the `tokens` [B,N,D], for
+        the class `index` [B].
         """
         if self.head is not None and self.head.block is not None:
             if tokens is None or index is None:
-                raise Unsupported(f"the tokens that {self.head} reads were not seen")
+                raise Unsupported(f"the tokens that {self.head} reads were not recorded")
             return self.head.read_row(tokens, index.to(tokens.device))
         count = self.tokens_read
         row = logits.new_zeros(len(logits), count)
         patches = 1.0 / (count - self.prefix)
         if self.pooling == "map":
             if pool_attention is None:
-                raise Unsupported(f"the attention pooling of {self.name} was not seen, so its rows cannot be read")
+                raise Unsupported(f"the attention pooling of {self.name} was not called, so its rows cannot be read")
             queries = pool_attention[:, :, :1] if self.pool_query == "cls" else pool_attention
             seen = queries.mean((1, 2))
             row[:, count - seen.shape[1] :] = seen

@@ -1,4 +1,4 @@
-"""How a model's images are prepared, as a user says it: in Python, in a JSON or TOML file, or a processor's folder."""
+"""Preprocessing as a user gives it: in Python, in a JSON or TOML file, or as a processor's folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from patchlight.core.recipes import parse_as
 
 PROCESSOR = "preprocessor_config.json"
 Prepared = Preprocess | PreprocessSpec
-"""All of a preprocessing, or what of a model's own is replaced."""
+"""A complete preprocessing, or overrides of a model's."""
 
 
 def read_preprocess(given: Any) -> Prepared:
-    """A preprocessing from what a user gives.
+    """Read a preprocessing that a user gives.
 
-    A `Preprocess`, or an image processor of transformers, or a folder with its preprocessor_config.json, says all of
-    it. A dictionary, or a JSON or TOML file, has some of the fields of `Preprocess`; the others stay the model's own.
+    A `Preprocess`, an image processor of transformers, or a folder with its preprocessor_config.json is complete. A
+    dictionary, or a JSON or TOML file, has some of the fields of `Preprocess`; the others stay the model's.
     """
     if isinstance(given, PreprocessSpec) and None not in (fields := given.model_dump()).values():
         return Preprocess(**fields)
@@ -45,12 +45,12 @@ def read_preprocess(given: Any) -> Prepared:
 
 
 def applied(given: Prepared, own: Callable[[], Preprocess]) -> Preprocess:
-    """A preprocessing, with the fields that were not given from the model's own."""
+    """A preprocessing whose missing fields are those of the model."""
     return given if isinstance(given, Preprocess) else replace(own(), **given.model_dump(exclude_none=True))
 
 
 def as_spec(given: Any) -> PreprocessSpec:
-    """A preprocessing as a recipe would say it."""
+    """A preprocessing in the form of a recipe."""
     read = read_preprocess(given)
     return read if isinstance(read, PreprocessSpec) else PreprocessSpec.model_validate(asdict(read))
 
@@ -77,7 +77,7 @@ def _read_path(path: Path) -> Prepared:
     except (ValueError, RecursionError) as error:
         raise PatchlightError(f"'{path}' is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise PatchlightError(f"'{path}' holds a {type(content).__name__}; give an object with size, mean, std, …")
+        raise PatchlightError(f"'{path}' contains a {type(content).__name__}; give an object with size, mean, std, …")
     return _checked(content, f"'{path}'")
 
 

@@ -1,4 +1,4 @@
-"""The probe: one random image through a model, whole and in parts, before anything is believed about it."""
+"""The probe: one random image through a model, whole and in parts, to check what was read from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_HAND = (
 
 
 def probe(vit: Anatomy) -> None:
-    """Refuse a model whose parts do not give its logits; read classes, width and what can be seen of its attention."""
+    """Refuse a model whose parts do not give its logits; read classes, width and whether attention can be read."""
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
         image = random_image(vit)
         whole = _whole(vit, image)
@@ -37,7 +37,7 @@ def probe(vit: Anatomy) -> None:
 
 
 def probe_head(vit: Anatomy, bare: Anatomy) -> None:
-    """Look at the model itself, and refuse a head whose logits for one image are not one number per class."""
+    """Probe the model itself, and refuse a head whose logits for one image are not one number per class."""
     bare.check()
     vit.width, vit.heads, vit.attention, vit.gradient = bare.width, bare.heads, bare.attention, bare.gradient
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
@@ -50,14 +50,14 @@ def probe_head(vit: Anatomy, bare: Anatomy) -> None:
 
 
 def _whole(vit: Anatomy, image: Tensor) -> Tensor:
-    """The logits as the model itself gives them."""
+    """The logits of the whole model."""
     try:
         out: Any = vit.whole(image)
     except Exception as error:
         reason = first_line(error).rstrip(".")
         raise PatchlightError(
-            f"{vit.name} does not take an image of shape {list(image.shape)}, as it is prepared: {reason}; "
-            "give a preprocessing of the size it takes; if it takes something else, " + BY_HAND
+            f"{vit.name} does not take a preprocessed image of shape {list(image.shape)}: {reason}; "
+            "give a preprocessing of the size it takes; if its input is not an image, " + BY_HAND
         ) from error
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple | list) and out else out
@@ -73,13 +73,13 @@ def _read_tokens(vit: Anatomy, tokens: Tensor) -> None:
     if tokens.ndim != 3 or tokens.shape[1] != vit.tokens:
         raise PatchlightError(
             f"{vit.name} makes tokens {list(tokens.shape)} of one image, and {vit.prefix} prefix tokens with a grid of "
-            f"{vit.grid[0]} x {vit.grid[1]} patches would be {vit.tokens}; its patches cannot be told apart"
+            f"{vit.grid[0]} x {vit.grid[1]} patches would be {vit.tokens}; its patches cannot be located"
         )
     vit.width = tokens.shape[2]
 
 
 def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
-    """Rounding aside, parts and whole run the same operations."""
+    """Refuse parts whose logits differ from those of the whole by more than rounding."""
     if whole.shape != logits.shape:
         raise PatchlightError(
             f"{vit.name} gives logits {list(whole.shape)}, its parts {list(logits.shape)}: its forward does more than "
@@ -94,7 +94,7 @@ def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
 
 
 def _read_classes(vit: Anatomy, logits: Tensor) -> None:
-    if vit.classes == 0:  # what was read are features
+    if vit.classes == 0:  # these are features
         return
     classes = logits.shape[1]
     if vit.classes != classes:
@@ -105,7 +105,7 @@ def _read_classes(vit: Anatomy, logits: Tensor) -> None:
 
 
 def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
-    """Whether the first token of the last block, by the block's parts, is what it is, and gives the logits."""
+    """Whether the first token of the last block, computed from the block's parts, is correct and gives the logits."""
     if vit.depth == 0 or vit.pooling != "cls" or vit.ends() is None:
         return False
     parts = vit.parts(vit.depth - 1)
@@ -116,7 +116,7 @@ def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
         weight = parts.qkv()[0]
     except Unsupported:
         return False
-    if not any(weight is own for own in vit.blocks[-1].parameters()):  # put together anew in every forward
+    if not any(weight is own for own in vit.blocks[-1].parameters()):  # computed again in every forward
         return False
     if _hooked(vit):
         return False
@@ -127,31 +127,31 @@ def _reads_first(vit: Anatomy, tokens: Tensor, logits: Tensor) -> bool:
 
 
 def _hooked(vit: Anatomy) -> bool:
-    """Whether somebody's hook stands in the last block: it may do another thing at every call."""
+    """Whether a user's hook is in the last block; it may act differently at every call."""
     hooks = (h for m in vit.blocks[-1].modules() for t in (m._forward_hooks, m._forward_pre_hooks) for h in t.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("patchlight.") for hook in hooks)
 
 
 def alike(a: Tensor, b: Tensor, allowed: float = 1e-3) -> bool:
-    """Rounding aside, the same; numbers that are not finite are told when they are explained."""
+    """Whether two tensors are equal up to rounding; values that are not finite are reported later."""
     size = float(a.double().abs().max())
     allowed = 5e-2 if a.dtype in (torch.float16, torch.bfloat16) else allowed
     return a.shape == b.shape and (not math.isfinite(size) or distance(a, b) <= allowed * size)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of any two numbers."""
+    """The largest absolute difference."""
     return float((a.double() - b.double()).abs().max()) if a.shape == b.shape else math.inf
 
 
 def random_image(vit: Anatomy) -> Tensor:
-    """The image that models are probed with [1,C,H,W], where the model lives."""
+    """The probe image [1,C,H,W], on the model's device."""
     generator = torch.Generator().manual_seed(0)
     return vit.place(torch.randn(1, vit.channels, *vit.preprocess.size, generator=generator))
 
 
 def _gradient(vit: Anatomy) -> str | None:
-    """Why no gradient flows through the model; None when it does. Torch would return zeros without a word."""
+    """Why no gradient flows through the model; None if it does. Torch would silently return zeros."""
     for module in vit.net.modules():
         if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
             return f"its {type(module).__name__} layers are quantised and pass no gradient"
@@ -159,7 +159,7 @@ def _gradient(vit: Anatomy) -> str | None:
 
 
 def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
-    """Why the attention of the first block (of a hierarchical model's every block) cannot be read; None when it can."""
+    """Why the attention of the first block (of every block in a hierarchical model) cannot be read; None if it can."""
     for index in range(vit.depth if vit.hierarchical else min(vit.depth, 1)):
         tokens = vit.merge(index, tokens)
         tap = AttentionTap()
@@ -169,7 +169,7 @@ def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
         except Unsupported as error:
             return str(error)
         if tap.matrix is None:
-            return "its blocks take no softmax over tokens that could be seen"
+            return "no softmax over tokens was found in its blocks"
         seen = tap.matrix.flatten(0, 1) if tap.matrix.ndim == 5 else tap.matrix
         if tap.reach is not None:
             reason = tap.reach.misses(seen)

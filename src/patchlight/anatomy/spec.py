@@ -1,4 +1,4 @@
-"""A model as options and recipes name it, and how its images are prepared."""
+"""A model as options and recipes name it, and its preprocessing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Spread = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
 
 
 def _both_sides(size: Any) -> Any:
-    """One number is the size of a square."""
+    """Turn one number into the size of a square."""
     return (size, size) if isinstance(size, int) and not isinstance(size, bool) else size
 
 
 class PreprocessSpec(Spec):
-    """Where a model's preprocessing is replaced; None leaves the model's own."""
+    """Overrides of a model's preprocessing; None keeps the model's value."""
 
     size: Annotated[tuple[PositiveInt, PositiveInt], BeforeValidator(_both_sides)] | None = None
     mean: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
@@ -32,9 +32,10 @@ class PreprocessSpec(Spec):
 
 
 class ModelSpec(Spec):
-    """A model, by a name `load` knows; `stands_for` is the recipe's model in whose place the user gave this one.
+    """A model by a name that `load` accepts.
 
-    Its classes are its own, the sentences `texts` (in a `template`), or the reference images `similar_to`.
+    Its classes are those of its classifier, the sentences `texts` (in a `template`), or the reference images
+    `similar_to`. `stands_for` is the recipe's model that the user replaced by this one.
     """
 
     name: str
@@ -52,8 +53,8 @@ class ModelSpec(Spec):
     _by_name = short_for("name")
 
     def load(self, device: str = "cpu") -> Anatomy:
-        """The model, shown its images as this says."""
-        from patchlight.anatomy.heads import head_of  # imports torch, which a wrong option need not wait for
+        """Load the model with this preprocessing."""
+        from patchlight.anatomy.heads import head_of  # imports torch; wrong options are reported before
         from patchlight.anatomy.load import load
 
         head = head_of(self.texts, self.template, self.similar_to)
@@ -63,7 +64,7 @@ class ModelSpec(Spec):
         return load(self.name, device=device, head=head, **given)
 
     def other(self, name: str | None = None, **changes: Any) -> ModelSpec:
-        """This model with those of the changes that are not None; of a model of another name, nothing is this one's."""
+        """This model with all changes that are not None; a changed name discards all other fields."""
         given = {key: value for key, value in changes.items() if value is not None}
         if name is not None and name != self.name:
             return ModelSpec(name=name, **given)

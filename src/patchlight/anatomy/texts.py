@@ -1,4 +1,4 @@
-"""The text side of image-text models: sentences to features; too long ones are refused rather than cut."""
+"""The text encoder of image-text models; sentences that are too long are refused, not truncated."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 
 CHUNK = 256
-"""How many sentences are read at once."""
+"""Sentences encoded at once."""
 
 
 class TextSide(Anatomy):
-    """An anatomy whose model reads sentences too, by its `tokenizer`."""
+    """An anatomy whose model also encodes sentences, with its `tokenizer`."""
 
     tokenizer: Any = None
     tokenizer_advice: ClassVar[str]
-    """Where a tokenizer can be had."""
+    """How to get a tokenizer."""
 
     def encode_texts(self, prompts: Sequence[str]) -> Tensor:
         if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
             why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
             raise PatchlightError(
-                f"{self.name} came without a tokenizer to read sentences with{why}; give {self.tokenizer_advice}, or "
+                f"{self.name} has no tokenizer{why}; give {self.tokenizer_advice}, or "
                 "pl.heads.Texts(embeddings, labels)"
             )
         with self.steady(), torch.no_grad():
@@ -37,23 +37,23 @@ class TextSide(Anatomy):
 
     @abstractmethod
     def encode_chunk(self, prompts: Sequence[str]) -> Tensor:
-        """The features [n,E] of some sentences, read at once."""
+        """Features [n,E] of some sentences in one batch."""
 
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """Stands for a tokenizer that could not be read, and says why."""
+    """Stand-in for a tokenizer that could not be read, with the reason."""
 
     reason: str
 
 
 def has_text_side(model: nn.Module) -> bool:
-    """Whether a model reads texts beside images."""
+    """Whether a model encodes texts as well as images."""
     return any(hasattr(model, name) for name in ("get_text_features", "encode_text"))
 
 
 def check_length(prompts: Sequence[str], lengths: Sequence[int], room: int, name: str) -> None:
-    """Refuse sentences of more tokens than a model reads: the rest would be cut off without a word."""
+    """Refuse sentences with more tokens than a model reads; the rest would be cut off silently."""
     for prompt, length in zip(prompts, lengths, strict=True):
         if length > room:
             shown = prompt if len(prompt) <= 60 else prompt[:57] + "…"
@@ -64,7 +64,7 @@ def check_length(prompts: Sequence[str], lengths: Sequence[int], room: int, name
 
 
 def check_vocabulary(ids: Tensor, size: int, name: str) -> None:
-    """Refuse ids that a model does not know: they come of another model's tokenizer."""
+    """Refuse ids outside the model's vocabulary: they come from another model's tokenizer."""
     if int(ids.max()) >= size:
         raise PatchlightError(
             f"the tokenizer gives token {int(ids.max())}, and {name} knows 0 to {size - 1}; give tokenizer= the one "

@@ -24,14 +24,14 @@ from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 
 class TimmAnatomy(Anatomy):
-    """What all of timm's plain transformers share: `patch_embed`, `blocks`, `norm`, `forward_head`.
+    """What timm's plain transformers share: `patch_embed`, `blocks`, `norm`, `forward_head`.
 
-    `path` leads to one that is part of a larger model.
+    `path` leads to a transformer that is part of a larger model.
     """
 
     library = "timm"
     plain_ends = True
-    """Whether embedding and head may be those of a plain ViT."""
+    """Whether embedding and head can be those of a plain ViT."""
 
     def __init__(
         self, whole: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **about: Any
@@ -57,12 +57,12 @@ class TimmAnatomy(Anatomy):
 
     @staticmethod
     def body(model: Any) -> Any:
-        """The module that holds the blocks."""
+        """The module that contains the blocks."""
         return model
 
     @classmethod
     def stem(cls, model: Any) -> Any:
-        """The module that makes patches of the image and knows their grid."""
+        """The module that turns the image into patches and has their grid."""
         return cls.body(model).patch_embed
 
     @property
@@ -72,7 +72,7 @@ class TimmAnatomy(Anatomy):
 
     @property
     def inner(self) -> Any:
-        """The twin's module that holds the blocks."""
+        """The twin's module that contains the blocks."""
         return self.body(self.outer)
 
     @property
@@ -90,7 +90,7 @@ class TimmAnatomy(Anatomy):
         return cast(Tensor, self.blocks[index](tokens))
 
     def normed(self, tokens: Tensor) -> Tensor:
-        """What the head is given of the tokens of the last block."""
+        """The input of the head, from the tokens of the last block."""
         return cast(Tensor, self.inner.norm(tokens))
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class TimmAnatomy(Anatomy):
 
     def _beyond(self, block: Any) -> str:
         if not _is_pre_norm(block):
-            return "its norms do not stand before attention and MLP, one after the other"
+            return "its norms are not directly before attention and MLP"
         attn, mlp = block.attn, getattr(block, "mlp", nn.Identity())
         if _has(attn, "q_norm") or _has(attn, "k_norm"):
             return "its attention normalises queries and keys"
@@ -134,8 +134,8 @@ class TimmAnatomy(Anatomy):
         if any(bias is not None for bias in biases):
             return "its attention adds a relative position bias"
         if type(mlp).__name__ not in ("Mlp", "PocketMlp") or _has(mlp, "norm"):
-            return "its MLP is more than two linear maps and an activation"
-        return "" if _plain_values(attn) else "its attention changes what it gives to the output projection"
+            return "its MLP has more than two linear maps and an activation"
+        return "" if _plain_values(attn) else "its attention changes the input of its output projection"
 
     def own_ends(self) -> Ends | None:
         if not self.plain_ends:
@@ -144,7 +144,7 @@ class TimmAnatomy(Anatomy):
         projection, positions = getattr(net.patch_embed, "proj", None), net.pos_embed
         more = (getattr(net, "norm_pre", None), getattr(net, "fc_norm", None), getattr(net.patch_embed, "norm", None))
         plain = all(m is None or isinstance(m, nn.Identity) for m in more) and self.pooling == "cls"
-        plain = plain and getattr(net.patch_embed, "backbone", None) is None  # a network stands before the patches
+        plain = plain and getattr(net.patch_embed, "backbone", None) is None  # a network comes before the patches
         if not (plain and isinstance(projection, nn.Conv2d) and positions is not None and net.cls_token is not None):
             return None
         linear_head = isinstance(net.head, nn.Identity) or affine(net.head) is not None
@@ -160,7 +160,7 @@ class TimmAnatomy(Anatomy):
 
 
 class EvaAnatomy(TimmAnatomy):
-    """Eva, EVA-02 and DINOv3: rotary positions are given to each block, gathered per sample when tokens are dropped."""
+    """Eva, EVA-02 and DINOv3: each block gets rotary positions, gathered per sample when tokens are dropped."""
 
     def embed(self, images: Tensor) -> Tensor:
         tokens, _ = self.inner._pos_embed(self.inner.patch_embed(images))
@@ -170,7 +170,7 @@ class EvaAnatomy(TimmAnatomy):
         return cast(Tensor, self.blocks[index](tokens, rope=self.rope(index, positions)))
 
     def rope(self, index: int, positions: Tensor | None) -> Tensor | None:
-        """The rotary positions of a block's patches, or of those at `positions`; None where it has none."""
+        """The rotary positions of a block's patches, or of those at `positions`; None if it has none."""
         net = self.inner
         if getattr(net, "rope", None) is None:
             return None
@@ -208,7 +208,7 @@ class BeitAnatomy(TimmAnatomy):
 
 @cache
 def _gathering(kind: type[nn.Module]) -> Any:
-    """An attention of this kind whose bias is that of the tokens kept."""
+    """A subclass of this attention type whose bias is restricted to the tokens kept."""
 
     def gathered(self: Any) -> Tensor:
         return gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
@@ -217,12 +217,12 @@ def _gathering(kind: type[nn.Module]) -> Any:
 
 
 _LOCAL = threading.local()
-"""Which tokens [B,k] this thread keeps of those a relative position bias is for; None for all, in order."""
+"""The tokens [B,k] that this thread keeps of a relative position bias; None for all, in order."""
 
 
 @contextlib.contextmanager
 def kept_tokens(places: Tensor | None) -> Iterator[None]:
-    """Inside, a relative position bias is that of the tokens at `places` [B,k]; None for all."""
+    """Inside, a relative position bias is restricted to the tokens at `places` [B,k]; None for all."""
     _LOCAL.kept = places
     try:
         yield
@@ -231,7 +231,7 @@ def kept_tokens(places: Tensor | None) -> Iterator[None]:
 
 
 def gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
-    """A bias [1,H,N,N]: its rows and columns that belong to the tokens kept [B,H,k,k]."""
+    """The rows and columns [B,H,k,k] of a bias [1,H,N,N] that belong to the tokens kept."""
     bias, kept = whole(), getattr(_LOCAL, "kept", None)
     if kept is None:
         return bias
@@ -239,7 +239,7 @@ def gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
 
 
 def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
-    """What every timm model says about itself: name, classes and their labels, channels, preprocessing."""
+    """What every timm model records about itself: name, classes and labels, channels, preprocessing."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     embedding = _embedding(model)
     inputs = config.get("input_size") or (3, 224, 224)
@@ -269,23 +269,23 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
 
 
 def _beside_texts(model: Any) -> bool:
-    """Whether its weights are the image side of an image-text model, as it was trained and not tuned to classify."""
+    """Whether its weights are the image encoder of an image-text model that was not fine-tuned as a classifier."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     words = f"{config.get('architecture')} {config.get('tag')}"
     return ("clip" in words or "siglip" in words) and "_ft_" not in words
 
 
 def projects(model: Any) -> bool:
-    """Whether what timm calls the classifier is the projection to features that lie beside those of texts."""
+    """Whether timm's "classifier" is the projection to the features that are compared with those of texts."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     width = getattr(model.get_classifier(), "out_features", None)
     return _beside_texts(model) and width is not None and width == config.get("num_classes")
 
 
 def _as_trained(preprocess: Preprocess, config: dict[str, Any]) -> Preprocess:
-    """How such a model's own training pipeline shows it a picture; timm's table has its defaults for some.
+    """The preprocessing of such a model's own training; timm has its defaults for some.
 
-    Nothing is cut off but what a square leaves over; SigLIP squashes, MobileCLIP (mean 0) resizes bilinearly.
+    Only what exceeds a square is cropped; SigLIP squashes, MobileCLIP (mean 0) resizes bilinearly.
     """
     siglip = "siglip" in str(config.get("architecture"))
     return replace(
@@ -297,7 +297,7 @@ def _as_trained(preprocess: Preprocess, config: dict[str, Any]) -> Preprocess:
 
 
 def _channels(model: Any, config: dict[str, Any]) -> int:
-    """The channels of an image: those of the convolution that timm calls the first, or what the model says."""
+    """The channels of an image: those of the convolution that timm calls the first, or the model's attribute."""
     first = config.get("first_conv")
     modules = dict(model.named_modules()) if isinstance(first, str) else {}
     convolution = modules.get(first) if isinstance(first, str) else None
@@ -308,7 +308,7 @@ def _channels(model: Any, config: dict[str, Any]) -> int:
 
 
 def _embedding(model: Any) -> Any:
-    """The module that makes patches of the image, where a model has one that it is known by."""
+    """The module that turns the image into patches, if a known one exists."""
     inner = getattr(model, "encoder", model)
     first = next(iter(getattr(model, "patch_embeds", ())), None)
     return getattr(inner, "patch_embed", None) or first
@@ -331,17 +331,17 @@ def create_timm(request: LoadRequest) -> nn.Module:
     reason = why_not(name.partition(".")[0], module_of(name))
     if reason is not None:
         raise PatchlightError(
-            f"'{name}' is not a Vision Transformer that can be read: {reason}; {nearest(name, timm_names())}"
+            f"'{name}' is not a supported Vision Transformer: {reason}; {nearest(name, timm_names())}"
         )
     options = request.with_classes("num_classes", "head.weight", "head.fc.weight")
-    where = _found_by_timm(name, options) if request.pretrained else {}
+    where = _cached_weights(name, options) if request.pretrained else {}
     model = timm.create_model(name, pretrained=request.pretrained, **{**options, **where})
     _check_options(type(model), options)
     return model
 
 
-def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with which timm finds pretrained weights where the hub is out of reach: the file in the local cache."""
+def _cached_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with which timm finds pretrained weights in the local cache if the hub cannot be reached."""
     from timm.models import get_pretrained_cfg
 
     config = get_pretrained_cfg(name)
@@ -350,7 +350,7 @@ def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
     classes = options.get("num_classes", config.num_classes)
     if classes not in (0, config.num_classes):
         raise PatchlightError(
-            f"'{name}' is pretrained for {config.num_classes} classes, so that with num_classes={classes} its "
+            f"'{name}' is pretrained for {config.num_classes} classes, so with num_classes={classes} its "
             "classifier would be random; give weights=FILE of one trained for them, or pretrained=False"
         )
     if not config.hf_hub_id or not (reason := unreachable()):
@@ -364,13 +364,15 @@ def _found_by_timm(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(cls: type, options: dict[str, Any]) -> None:
-    """Refuse options that a constructor with `**kwargs` would swallow."""
+    """Refuse options that a constructor with `**kwargs` would ignore."""
     from timm import create_model
     from timm.models import build_model_with_cfg
 
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
         return
-    makers = [kind for kind in cls.__mro__ if "__init__" in vars(kind)]  # what one swallows, the next may take
+    makers = [
+        kind for kind in cls.__mro__ if "__init__" in vars(kind)
+    ]  # options ignored here may be used by a parent class
     known = {*inspect.signature(create_model).parameters}.union(
         *(inspect.signature(kind).parameters for kind in makers)
     )
@@ -382,7 +384,7 @@ def _check_options(cls: type, options: dict[str, Any]) -> None:
 
 @register_family("timm", package="timm", prefix="timm", create=create_timm, names=timm_names)
 def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
-    """The anatomy of a timm model, or None where it is neither a plain nor a known hierarchical transformer."""
+    """The anatomy of a timm model, or None if it is neither a plain nor a known hierarchical transformer."""
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
@@ -396,13 +398,13 @@ def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None
 
 
 def _labels(config: dict[str, Any], classes: int) -> list[str] | None:
-    """The class names that a model's configuration has, else those of ImageNet where their number fits."""
+    """The class names in a model's configuration, otherwise those of ImageNet if their number fits."""
     names = list(config.get("label_names") or ())
     return names if names and len(names) == classes else imagenet_labels(classes)
 
 
 def imagenet_labels(classes: int) -> list[str] | None:
-    """timm's own names of the 1,000 ImageNet classes."""
+    """timm's names of the 1,000 ImageNet classes."""
     if classes != 1000:
         return None
     from timm.data.imagenet_info import ImageNetInfo
@@ -421,16 +423,16 @@ def _pooling(model: Any) -> Pooling:
         return "cls"
     if kind == "avg" and not getattr(model, "pool_include_prefix", False):
         return "avg"
-    if kind == "" and isinstance(model.get_classifier(), nn.Identity):  # it gives all tokens to whom it is a backbone
+    if kind == "" and isinstance(model.get_classifier(), nn.Identity):  # as a backbone it returns all tokens
         return "cls" if model.num_prefix_tokens else "avg"
     raise PatchlightError(f"pooling '{kind}' of {type(model).__name__} is not supported; 'token', 'avg' and 'map' are")
 
 
 def _heads(block: Any) -> int:
-    """How many heads a block's attention has; a block may hold several attentions side by side."""
+    """Number of heads of a block's attention; a block may contain several attentions side by side."""
     inner = [m for m in block.modules() if isinstance(getattr(m, "num_heads", None), int)]
     if not inner:
-        raise PatchlightError(f"a {type(block).__name__} has no attention that says how many heads it has")
+        raise PatchlightError(f"a {type(block).__name__} has no attention with a known number of heads")
     return int(inner[0].num_heads)
 
 
@@ -438,7 +440,7 @@ _PLAIN_ATTENTIONS = {"Attention", "AttentionRope", "EvaAttention", "RelPosAttent
 
 
 def _plain_values(attention: Any) -> bool:
-    """Whether only attention stands between a linear map to the values and the output projection."""
+    """Whether only attention is between a linear map to the values and the output projection."""
     between = [getattr(attention, "norm", None), getattr(attention, "gate", None)]
     plain = all(m is None or isinstance(m, nn.Identity) for m in between)
     known = type(attention).__name__ in _PLAIN_ATTENTIONS

@@ -1,4 +1,4 @@
-"""Anatomy of timm's other plain transformers: blocks over one grid that differ from a ViT's in one thing each."""
+"""Anatomy of timm's other plain transformers, each of which differs from a ViT in one respect."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from patchlight.anatomy.families import register_family
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import EvaAnatomy, TimmAnatomy, gathered_bias, kept_tokens
 
-_GRID = "neighbouring patches meet in its {}, which need a whole grid"
+_GRID = "neighbouring patches interact in its {}, so the grid must be complete"
 
 
 class RelPosAnatomy(TimmAnatomy):
-    """ViT with relative positions: a bias of each attention, or of all, gathered per sample when tokens are dropped."""
+    """ViT with relative positions: a bias per attention, or for all, gathered per sample when tokens are dropped."""
 
     plain_ends = False
 
@@ -43,7 +43,7 @@ class RelPosAnatomy(TimmAnatomy):
 
 @cache
 def _gathering(kind: Any) -> Any:
-    """A relative position bias of this kind that is that of the tokens kept."""
+    """A subclass of this bias type that is restricted to the tokens kept."""
     return type(kind.__name__, (kind,), {"get_bias": lambda self: gathered_bias(lambda: kind.get_bias(self))})
 
 
@@ -70,7 +70,7 @@ class NaFlexAnatomy(EvaAnatomy):
 class EncoderAnatomy(EvaAnatomy):
     """The image encoders of Qwen3 and DeepSeek with a classifier: rotary positions, all patches averaged.
 
-    Where the encoder's projector is kept, it merges neighbouring patches, and its tokens are averaged.
+    An encoder with its projector merges neighbouring patches, and its tokens are averaged.
     """
 
     plain_ends = False
@@ -98,7 +98,7 @@ def _projector(encoder: Any) -> Any:
 
 
 class GemmaAnatomy(TimmAnatomy):
-    """Gemma 4's image encoder with a classifier: rotary positions, norms before and behind attention and MLP."""
+    """Gemma 4's image encoder with a classifier: rotary positions, norms before and after attention and MLP."""
 
     plain_ends = False
 
@@ -126,15 +126,15 @@ class GemmaAnatomy(TimmAnatomy):
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
-        return Parts(block.norm1, block.norm3, beyond="norms stand behind its attention and MLP too")
+        return Parts(block.norm1, block.norm3, beyond="norms also follow its attention and MLP")
 
 
 class SamAnatomy(TimmAnatomy):
-    """SAM's image encoder with a classifier: most blocks attend within windows, and a neck of convolutions ends it."""
+    """SAM's image encoder with a classifier: most blocks attend within windows; a convolutional neck follows."""
 
     plain_ends = False
     can_drop = _GRID.format("windows")
-    can_rule = "a position bias that depends on the queries takes part in its attention"
+    can_rule = "its attention includes a position bias that depends on the queries"
     can_attend = "its blocks attend within windows, and fold heads into the batch"
 
     def embed(self, images: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class SamAnatomy(TimmAnatomy):
 
 
 class _Flat(nn.Module):
-    """A norm of a twin that is shown rows of tokens for cells [B,h,w,D]."""
+    """A norm of a twin that shows cells [B,h,w,D] to taps as rows of tokens."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _Flat(nn.Module):
 class LateAnatomy(TimmAnatomy):
     """A plain transformer whose CLS token joins the patches late.
 
-    Here it stands among the tokens from the start, and the blocks before it joins leave it as it is.
+    Here it is among the tokens from the start, and earlier blocks leave it unchanged.
     """
 
     plain_ends = False
@@ -205,11 +205,11 @@ class LateAnatomy(TimmAnatomy):
         return self._together(self.blocks[index], tokens)
 
     def _alone(self, block: Any, patches: Tensor) -> Tensor:
-        """A block without CLS, on the patches."""
+        """Run a block without CLS on the patches."""
         return cast(Tensor, block(patches))
 
     def _together(self, block: Any, tokens: Tensor) -> Tensor:
-        """A block with CLS, on all tokens."""
+        """Run a block with CLS on all tokens."""
         return cast(Tensor, block(tokens))
 
     def parts(self, index: int) -> Parts:
@@ -220,7 +220,7 @@ class LateAnatomy(TimmAnatomy):
 
 
 class _Beside(nn.Module):
-    """A norm of a twin that is shown all tokens, of which the first is no part of its block."""
+    """A norm of a twin that shows all tokens to taps, although the first is not part of its block."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class _Beside(nn.Module):
 class CaitAnatomy(LateAnatomy):
     """CaiT: attention between the patches with talking heads, then two layers in which CLS alone attends."""
 
-    can_rule = "its attention is mixed over heads behind the softmax"
+    can_rule = "its attention is mixed over heads after the softmax"
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -277,7 +277,7 @@ class ConvitAnatomy(LateAnatomy):
 
     can_drop = _GRID.format("positional attention")
     can_rule = "its attention is a sum of two, divided by its rows"
-    can_attend = "its attention is a gated sum of two, one of which reads positions alone"
+    can_attend = "its attention is a gated sum of two, one of which reads only positions"
 
     @property
     def joins(self) -> int:
@@ -289,7 +289,7 @@ class ConvitAnatomy(LateAnatomy):
 
 
 class _Cells:
-    """Patches of rows x columns pixels, side by side: what a timm patch embedding says of its grid."""
+    """Adjacent patches of rows x columns pixels: the grid of a timm patch embedding."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._cell = rows, columns
@@ -316,12 +316,12 @@ _KINDS: dict[str, type[TimmAnatomy]] = {
     "Xcit": XcitAnatomy,
     "ConVit": ConvitAnatomy,
 }
-"""By the name of timm's class, which is not imported before somebody has a model of it."""
+"""By the name of timm's class, which is imported only when there is a model of it."""
 
 
 @register_family("timm-relatives", package="timm")
 def read_relatives(model: nn.Module, **about: Any) -> Anatomy | None:
-    """The anatomy of one of timm's other plain transformers, or None where it is not one."""
+    """The anatomy of one of timm's other plain transformers, or None."""
     kinds = (_KINDS.get(cls.__name__) for cls in type(model).__mro__ if cls.__module__.startswith("timm."))
     kind = next((kind for kind in kinds if kind is not None), None)
     return None if kind is None else kind(model, **about)

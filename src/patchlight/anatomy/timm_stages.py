@@ -1,4 +1,4 @@
-"""Anatomy of any timm network of stages: its own forward, cut behind the stage that `feature_info` names."""
+"""Anatomy of any timm network of stages: its forward, cut after a stage that `feature_info` names."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class CutAnatomy(Anatomy):
-    """A timm network opened behind a stage: `embed` runs its forward until there, `classified` from there on.
+    """A timm network opened after a stage: `embed` runs its forward up to there, `classified` from there on.
 
     `stage` (0-based, negative from the end; the second-to-last by default) is one of `stages_of`. Its feature map is
-    the tokens [B,p+h*w,D], where p tokens travel beside the map. There are no blocks to look into.
+    the tokens [B,p+h*w,D], where p tokens accompany the map. Its blocks cannot be read.
     """
 
     library = "timm"
     hierarchical = True
-    can_drop = "its stages need every patch of a whole grid"
+    can_drop = "its stages need a complete grid of patches"
 
     def __init__(self, model: Any, stage: int, **about: Any) -> None:
         stages = stages_of(model)
         if not -len(stages) <= stage < len(stages):
-            raise PatchlightError(f"there is no stage {stage}; {about['name']} has stages 0 to {len(stages) - 1}")
+            raise PatchlightError(f"stage {stage} does not exist; {about['name']} has stages 0 to {len(stages) - 1}")
         self.stage, self.stages = stage % len(stages), len(stages)
         self._at = stages[self.stage]
         self._skipped: list[Any] = []
@@ -63,7 +63,7 @@ class CutAnatomy(Anatomy):
 
     @undisturbed
     def look(self) -> None:
-        """See what the modules before the cut give, so that they can be skipped, and what the stage gives."""
+        """Record the outputs of the modules before the cut, so that they can be skipped, and of the stage."""
         with torch.no_grad():
             blank = torch.zeros(2, self.channels, *self.preprocess.size)
             one, two = (self._cut.outputs(self.place(blank[:count])) for count in (1, 2))
@@ -71,20 +71,20 @@ class CutAnatomy(Anatomy):
         self._read_layout(*_tensors(self._out))
 
     def _read_layout(self, cells: BatchShape | None, beside: list[BatchShape]) -> None:
-        """Grid, prefix tokens and extent, from the shape of what the stage gives."""
+        """Read grid, prefix tokens and extent from the shape of the stage's output."""
         shape = () if cells is None else cells.of(1)
         if len(shape) not in (3, 4) or shape[0] != 1 or len(beside) > 1:
-            raise PatchlightError(f"stage {self.stage} of {self.name} gives no one feature map that could be read")
+            raise PatchlightError(f"stage {self.stage} of {self.name} has no single feature map")
         if len(shape) == 4:
-            told = type(self.model).__name__ in _CHANNELS_LAST  # where all three sides are the same
-            last = shape[3] == self._at.channels and (shape[1] != shape[3] or told)
+            channels_last = type(self.model).__name__ in _CHANNELS_LAST  # all three sides are equal
+            last = shape[3] == self._at.channels and (shape[1] != shape[3] or channels_last)
             self._layout, sides = ("channels last", shape[1:3]) if last else ("channels first", shape[2:])
             self.grid, self.prefix = (sides[0], sides[1]), beside[0].of(1)[1] if beside else 0
         else:
             self._layout, self.prefix = "rows", shape[1] - self.grid[0] * self.grid[1]
         if not 0 <= self.prefix <= 2:
             raise PatchlightError(
-                f"stage {self.stage} of {self.name} gives {list(shape)}, which is no grid of {self.grid[0]} x "
+                f"stage {self.stage} of {self.name} gives {list(shape)}, which is not a grid of {self.grid[0]} x "
                 f"{self.grid[1]} cells"
             )
         self.pooling = "cls" if self.prefix else "avg"
@@ -103,14 +103,14 @@ class CutAnatomy(Anatomy):
         return cast(Tensor, tokens if order is None else tokens[:, order.to(tokens.device)])
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        raise IndexError(f"{self.name} has no block {index}: it is opened behind stage {self.stage}")
+        raise IndexError(f"{self.name} has no block {index}: it is opened after stage {self.stage}")
 
     def features(self, tokens: Tensor) -> Tensor:
-        """What the model gives, where it has no classifier: its forward is cut once, and not before one too."""
+        """The output of a model without a classifier; a forward cannot be cut a second time before its classifier."""
         if self.classes:
             raise Unsupported(
-                f"what the classifier of {self.name} reads cannot be seen; load the model with num_classes=0 to ask "
-                "it by another head"
+                f"the features that the classifier of {self.name} reads are not available; load the model with "
+                "num_classes=0 to use another head"
             )
         return self.classified(tokens)
 
@@ -130,7 +130,7 @@ class CutAnatomy(Anatomy):
 
     @property
     def _order(self) -> Tensor | None:
-        """Where each cell of the grid stands among the rows of the stage, where that is not reading order."""
+        """The row of each grid cell in the stage's output, if that is not in reading order."""
         reroll = getattr(self.net, "reroll", None)
         if reroll is None:
             return None
@@ -143,7 +143,7 @@ _CHANNELS_LAST = ("VOLO", "HieraDet")
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a stage ends: the module at `path`, one cell of whose map is `step` pixels of the image."""
+    """The end of a stage: the module at `path`; one cell of its map is `step` pixels of the image."""
 
     path: str
     step: int
@@ -151,21 +151,21 @@ class Stage:
 
 
 def stages_of(model: Any) -> list[Stage]:
-    """The stages of a timm network, from what it says of its features."""
+    """The stages of a timm network, from its `feature_info`."""
     kind = type(model).__name__
     if kind == "CoaT":
-        alone = (1, 2, 3, 4) if model.parallel_blocks is None else (1, 2)  # the others go on side by side
+        alone = (1, 2, 3, 4) if model.parallel_blocks is None else (1, 2)  # the others run in parallel
         ends = [(i, getattr(model, f"serial_blocks{i}")) for i in alone]
         return [Stage(f"serial_blocks{i}.{len(b) - 1}", 2 ** (i + 1), model.embed_dims[i - 1]) for i, b in ends]
     if kind == "Visformer":
         return [Stage(f"stage{i}", 2 ** (i + 2), 0) for i in (1, 2, 3)]
-    wrong = {"MultiScaleVit": ("block.", "stages.")}.get(kind, ("", ""))  # a module of that name does not exist
+    wrong = {"MultiScaleVit": ("block.", "stages.")}.get(kind, ("", ""))  # there is no module of that name
     return [Stage(s["module"].replace(*wrong), int(s["reduction"]), int(s["num_chs"])) for s in model.feature_info]
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The shape of a tensor as it follows the number of images: its sizes for one and for two of them."""
+    """The shape of a tensor for one image and for two, from which follows that for any number."""
 
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: torch.dtype
@@ -180,10 +180,10 @@ class BatchShape:
 
 
 class Cut:
-    """The forward of a twin, cut behind the module at `path`.
+    """The forward of a twin, cut after the module at `path`.
 
-    Every module beside that path answers to what this thread is doing: nothing special, running until the cut, or
-    running on from it, with what comes before skipped. What a forward does between those modules runs on blanks.
+    Every module beside that path runs normally, runs until the cut, or is skipped when the forward resumes from the
+    cut. What a forward does between those modules then runs on blanks.
     """
 
     def __init__(self, net: nn.Module, path: str) -> None:
@@ -196,7 +196,7 @@ class Cut:
             owner, prefix = getattr(owner, part), f"{prefix}{part}."
 
     def outputs(self, images: Tensor) -> list[Any]:
-        """What each module before the cut gives, in the order they are called, and the one at the cut."""
+        """The outputs of the modules before the cut, in call order, and of the module at the cut."""
         run = _Run(self)
         with run.running():
             try:
@@ -206,7 +206,7 @@ class Cut:
         raise PatchlightError(f"'{self._path}' of this model is not called in its forward, so it cannot be cut there")
 
     def onward(self, blank: Tensor, skipped: Sequence[Any], given: Any) -> Any:
-        """What the model gives with `given` at the cut, where the modules before it give `skipped`."""
+        """The output of the model with `given` at the cut; modules before it return `skipped`."""
         with _Run(self, [*skipped, given], skips=True).running():
             return self._net(blank)
 
@@ -214,7 +214,7 @@ class Cut:
         run: _Run | None = getattr(_LOCAL, "run", None)
         if run is None or run.cut is not self or run.free:
             return forward(*args, **kwargs)
-        run.free = not run.skips or name == self._path  # a module inside another is not one of those beside the path
+        run.free = not run.skips or name == self._path  # nested modules are not beside the path
         if run.skips:
             return run.outputs.pop(0)
         run.outputs.append(forward(*args, **kwargs))
@@ -230,13 +230,13 @@ _LOCAL = threading.local()
 
 @dataclass
 class _Run:
-    """One forward of a cut twin: outputs of modules, collected or (where it skips) still to be given."""
+    """One forward of a cut twin, with outputs of modules that are recorded or (if it skips) to be returned."""
 
     cut: Cut
     outputs: list[Any] = field(default_factory=list)
     skips: bool = False
     free: bool = False
-    """Whether modules do what they always do: inside one of those beside the path, or past the cut."""
+    """Whether modules run normally: inside one beside the path, or after the cut."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -249,7 +249,7 @@ class _Run:
 
 
 class _Reached(Exception):
-    """The module at the cut has its output."""
+    """Raised when the module at the cut has returned."""
 
 
 def _shapes(one: Any, two: Any) -> Any:
@@ -262,14 +262,14 @@ def _shapes(one: Any, two: Any) -> Any:
 
 
 def _filled(shapes: Any, tensor: Callable[[BatchShape], Tensor]) -> Any:
-    """An output again, with tensors in place of shapes."""
+    """An output with tensors in place of shapes."""
     if isinstance(shapes, BatchShape):
         return tensor(shapes)
     return type(shapes)(_filled(s, tensor) for s in shapes) if isinstance(shapes, tuple | list) else shapes
 
 
 def _tensors(out: Any) -> tuple[Any, list[Any]]:
-    """The feature map (or its shape) in what a stage gives, and tensors beside it."""
+    """The feature map (or its shape) in the output of a stage, and the tensors beside it."""
     if isinstance(out, tuple | list):
         found = [o for o in out if isinstance(o, Tensor | BatchShape)]
         return (found[0], found[1:]) if found else (None, [])
@@ -277,7 +277,7 @@ def _tensors(out: Any) -> tuple[Any, list[Any]]:
 
 
 def _heads(model: nn.Module) -> int:
-    """The heads of the last attention that says how many it has."""
+    """Number of heads of the last attention that has this attribute."""
     found = [m.num_heads for m in model.modules() if isinstance(getattr(m, "num_heads", None), int)]
     return int(cast(Any, found[-1])) if found else 1
 
@@ -286,15 +286,15 @@ def _heads(model: nn.Module) -> int:
 def read_staged(
     model: Any, stage: int = -2, name: str | None = None, labels: Sequence[str] | None = None, **about: Any
 ) -> Anatomy | None:
-    """The anatomy of a timm network of stages with attention, or None where it is not of timm."""
+    """The anatomy of a timm network of stages with attention, or None if it is not of timm."""
     known, module = known_as(model)
     if not module:
         return None
     reason = why_not(known, module)
     if reason is not None or module not in STAGED:
-        told = reason or "its class is not one that is known there"
+        why = reason or "its class is not supported"
         raise PatchlightError(
-            f"{name or known} ({type(model).__name__}) is not a Vision Transformer that can be read: {told}; "
+            f"{name or known} ({type(model).__name__}) is not a supported Vision Transformer: {why}; "
             "pl.list_models() names those of timm that are"
         )
     return CutAnatomy(model, stage, **described(model, name, labels, about))

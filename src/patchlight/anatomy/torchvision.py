@@ -1,4 +1,4 @@
-"""Anatomy of torchvision's VisionTransformer (`vit_b_16` and its kin)."""
+"""Anatomy of torchvision's VisionTransformer (`vit_b_16` and related)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchlight.core.images import Preprocess
 
 
 class TorchvisionAnatomy(Anatomy):
-    """torchvision's ViT: attention is torch's MultiheadAttention, seen at its outer function."""
+    """torchvision's ViT, whose attention is torch's MultiheadAttention."""
 
     library = "torchvision"
 
@@ -82,7 +82,7 @@ class TorchvisionAnatomy(Anatomy):
 
 
 def create_torchvision(request: LoadRequest) -> nn.Module:
-    """One of torchvision's Vision Transformers by its name."""
+    """Build one of torchvision's Vision Transformers by its name."""
     from torchvision import models
 
     names = [n for n in models.list_models() if n.startswith("vit_")]

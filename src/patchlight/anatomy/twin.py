@@ -1,6 +1,6 @@
-"""A twin of the user's model: modules of our own over the same weights, so that the user's model is only ever read.
+"""A twin of the user's model: module copies that share its weights, so that the user's model is only read.
 
-Evaluation mode, watching and other number types belong to the twin; other threads may train or run the model itself.
+Evaluation mode, hooks and other number types belong to the twin; other threads may train or run the model itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = (*_TENSORS, "_modules", *_HOOKS)
 _AUTOCAST = "_original_forward"
-"""Where Accelerate keeps the forward that it has put an autocast around, of a model trained in mixed precision."""
+"""Attribute in which Accelerate keeps the forward that it wrapped in autocast."""
 _ACTIVATION_NAME = re.compile(r"(.*_)?act(ivation)?(_fn)?|(quick_)?gelu")
 _SEEN_BY_TAPS = (nn.GELU, nn.SiLU, nn.ReLU, nn.Identity, nn.Dropout)
 _NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention)
 
 
 class Twin:
-    """A structural copy of `model` in evaluation mode whose weights are the model's own memory.
+    """A structural copy of `model` in evaluation mode that shares the memory of its weights.
 
-    With `dtype` its floating-point weights (those of modules of the kinds in `only`) are a cast copy. `renew` makes the
-    copy, and has it follow what was done to the model since.
+    With `dtype` its floating-point weights (of the module types in `only`) are a cast copy. `renew` creates the copy
+    and updates it after changes to the model.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Twin:
         self._written: list[int] = []
 
     def renew(self, prepare: Callable[[nn.Module], None]) -> bool:
-        """Follow the model: weights that the copy holds by itself are copied, a changed structure is copied anew.
+        """Update the copy: cast weights are copied again, a changed structure is rebuilt.
 
-        `prepare` is called with every new copy, to watch it. Whether the structure had changed (modules, parameters,
-        hooks, plain attributes, or where the weights lie).
+        `prepare` is called with every new copy, to add hooks. Returns whether the structure had changed (modules,
+        parameters, hooks, plain attributes, or the memory of weights).
         """
         if self._unchanged():
             self._follow()
@@ -63,8 +63,8 @@ class Twin:
     def _follow(self) -> None:
         """Copy the weights that are cast.
 
-        Where torch knows of no change they are written past its count of changes: what another thread computes with
-        them stays valid, and weights changed through `.data` are followed all the same.
+        If torch counts no change, they are written without increasing its version counter, so computations of other
+        threads stay valid, and weights changed through `.data` are copied too.
         """
         if not self._cast:
             return
@@ -90,7 +90,7 @@ class Twin:
         self._seen = seen
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """The twin's tensor for one of the model's: the same memory, unless it must be another type."""
+        """The twin's tensor for one of the model's: the same memory, unless it must have another type."""
         lowers = self.dtype is not None and id(tensor) in self._casting
         changes = lowers and tensor.is_floating_point() and tensor.dtype != self.dtype
         if not changes and not tensor.is_inference():
@@ -100,15 +100,15 @@ class Twin:
         return mine
 
     def _unchanged(self) -> bool:
-        """Whether every module still is what it was copied from, but for its mode."""
+        """Whether every module is unchanged since it was copied, except for its mode."""
         return self._seen is not None and self._seen.holds()
 
 
 class _Seen:
-    """What was there when modules were copied: their attributes, what their tables hold, and where tensors lie."""
+    """The state of modules when they were copied: attributes, contents of their dictionaries, memory of tensors."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.states = [(m.__dict__, dict(m.__dict__)) for m in map(_uncompiled, modules)]
+        self.states = [(m.__dict__, dict(m.__dict__)) for m in map(_uncompile, modules)]
         self.tables = [m.__dict__[name] for m in modules for name in _TABLES]
         self.inside = self._inside()
         self.tensors = [t for t in self.inside if type(t) in (nn.Parameter, Tensor)]
@@ -126,26 +126,26 @@ class _Seen:
         try:
             for now, before in self.states:
                 before["training"] = now.get("training")
-                if now != before:  # identical values are not compared further
+                if now != before:  # identical values need no comparison
                     return False
-        except Exception:  # tensors and arrays have no one truth
+        except Exception:  # comparisons of tensors and arrays are not booleans
             return False
         return True
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often torch has written to each; it does not count for inference tensors."""
+    """Torch's version counter of each tensor; inference tensors have none."""
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    """Every module of a model once, those in plain attributes and lists too."""
+    """Every module of a model once, including those in plain attributes and lists."""
     found = {id(model): model}
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if isinstance(module, torch.jit.ScriptModule):
-            raise PatchlightError("a TorchScript module cannot be looked into; give the model before it is scripted")
+            raise PatchlightError("a TorchScript module cannot be inspected; give the model before it is scripted")
         for value in module.__dict__.values():
             for member in _members(value):
                 if id(member) not in found:
@@ -162,9 +162,9 @@ def _members(value: Any) -> Iterable[nn.Module]:
 
 
 class _Copies:
-    """Copies of modules, and of whatever else holds them.
+    """Copies of modules, and of everything else that contains them.
 
-    A tensor that several modules share is one tensor of the copies too.
+    A tensor that several modules share is shared by their copies too.
     """
 
     def __init__(self, originals: list[nn.Module], own: Callable[[Tensor], Tensor]) -> None:
@@ -179,13 +179,13 @@ class _Copies:
             state["training"] = False
             if _AUTOCAST in state:
                 state["forward"] = state.pop(_AUTOCAST)
-            state.pop("_compiled_call_impl", None)  # it would run the original
+            state.pop("_compiled_call_impl", None)  # the original would run
             self.modules[id(original)].__dict__.update(state)
 
     def moved(self, value: Any, own: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
-        """A value with the model's modules in it replaced by their copies; what a function closes over stays."""
+        """A value with the model's modules in it replaced by their copies; closures are not changed."""
         if isinstance(value, nn.Module):
-            return self.modules.get(id(_uncompiled(value)), value)
+            return self.modules.get(id(_uncompile(value)), value)
         if isinstance(value, Tensor):
             return self._tensor(value, own)
         if isinstance(value, MethodType) and id(value.__self__) in self.modules:
@@ -207,14 +207,14 @@ class _Copies:
         return self._tensors[id(value)]
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """What `torch.compile` was given, which the compiled module would run."""
+def _uncompile(module: nn.Module) -> nn.Module:
+    """The module given to `torch.compile`, which the compiled module would run."""
     inner = module.__dict__["_modules"].get("_orig_mod")
-    return module if inner is None else _uncompiled(inner)
+    return module if inner is None else _uncompile(inner)
 
 
 def _see_activations(module: nn.Module) -> None:
-    """Let taps see the elementwise activations among a module's children, whatever functions they are made of."""
+    """Let taps observe the elementwise activations among a module's children as single operations."""
     for name, child in module._modules.items():
         if child is None or child._modules or isinstance(child, _SEEN_BY_TAPS + _NOT_ELEMENTWISE):
             continue
@@ -223,7 +223,7 @@ def _see_activations(module: nn.Module) -> None:
 
 
 class PatchProduct(nn.Conv2d):
-    """A convolution of patches side by side, as one product: in bfloat16 six times as fast."""
+    """A convolution of adjacent patches as one matrix product: six times as fast in bfloat16."""
 
     def forward(self, images: Tensor) -> Tensor:
         (batch, channels), (p, q) = images.shape[:2], self.kernel_size
@@ -238,14 +238,14 @@ _PLAIN = ((0, 0), (1, 1), 1)
 
 
 def _cuts_patches(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a module is a plain convolution whose windows lie side by side."""
+    """Whether a module is a plain convolution with adjacent windows."""
     if type(module) is not nn.Conv2d or "forward" in vars(module):
         return False
     return module.kernel_size == module.stride and (module.padding, module.dilation, module.groups) == _PLAIN
 
 
 def multiply_patches(root: nn.Module) -> None:
-    """Have the patch projections of a twin be products."""
+    """Replace the patch projections of a twin by matrix products."""
     for module in root.modules():
         if _cuts_patches(module):
             module.__class__ = PatchProduct

@@ -1,7 +1,8 @@
-"""How a model is watched while it runs: its attention, and places in its twin that report to the tap of this thread.
+"""Observing a running model: its attention, and places in its twin that report to the tap of this thread.
 
-A tap is a `with`: inside it every torch function the model calls passes through here, with nothing patched or left
-behind. `AttentionTap` finds the attention of a block; `patchlight.evidence.taps` records more, under backward rules.
+A tap is a context manager: inside it every torch function the model calls passes through here, and nothing is patched
+permanently. `AttentionTap` finds the attention of a block; `patchlight.evidence.taps` records more, under backward
+rules.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _LOCAL = threading.local()
 
 
 def current_tap() -> AttentionTap | None:
-    """The tap this thread is inside of."""
+    """The active tap of this thread."""
     return None if torch.compiler.is_compiling() else getattr(_LOCAL, "tap", None)
 
 
 class TokenWatch:
-    """A forward hook that shows the tokens at a module to taps, and changes nothing."""
+    """A forward hook that shows the tokens at a module to taps and changes nothing."""
 
     def __init__(self, part: Literal["n", "o", "u"]) -> None:
         self.part = part
@@ -40,13 +41,13 @@ class TokenWatch:
 
 
 def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
-    """Have taps see the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
+    """Let taps observe the tokens at a module of a twin: its output, or for "u" (the second norm) its input."""
     if module is not None:
         module.register_forward_hook(TokenWatch(part))
 
 
 def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
-    """Have taps know which tokens an attention of a twin joins, while it runs (or before its part `until` does)."""
+    """Let taps know which tokens an attention of a twin connects while it runs (or before its part `until` runs)."""
 
     def begin(*_: Any) -> None:
         tap = current_tap()
@@ -66,7 +67,7 @@ def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = No
 
 
 class Activation(nn.Module):
-    """An elementwise activation of a twin, seen whole by taps whatever functions it is made of."""
+    """An elementwise activation of a twin that taps observe as a single operation."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()
@@ -98,10 +99,10 @@ class AttentionCall(NamedTuple):
     def ungrouped(self) -> AttentionCall:
         """The same with keys and values for every head; causal attention is refused."""
         if self.is_causal:
-            raise Unsupported("causal attention is not something a Vision Transformer is read with")
+            raise Unsupported("causal attention is not supported in a Vision Transformer")
         if not self.enable_gqa:
             return self
-        count = self.query.shape[-3] // self.key.shape[-3]  # several heads of queries share one of keys and values
+        count = self.query.shape[-3] // self.key.shape[-3]  # several query heads share a key and value head
         key, value = (t.repeat_interleave(count, -3) for t in (self.key, self.value))
         return self._replace(key=key, value=value, enable_gqa=False)
 
@@ -113,19 +114,19 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionTap(TorchFunctionMode):
-    """Find the attention matrix that a block takes, `matrix` [B,H,N,N], however the block computes it.
+    """Find the attention matrix of a block, `matrix` [B,H,N,N], regardless of how the block computes it.
 
-    `place` says where what runs now has its tokens: nowhere else (None), in windows, on a coarser grid. `reach` is
-    where they were when attention was taken.
+    `place` is where the running module has its tokens: in order (None), in windows, or on a coarser grid. `reach` is
+    that of the attention found.
     """
 
     handlers: ClassVar[Mapping[str, str]] = {
         **{name: name for name in ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")},
         **dict.fromkeys(("matmul", "__matmul__", "bmm"), "matmul"),
     }
-    """By the name of a torch function, the method that is called in its place."""
+    """Replacement methods by the name of the torch function."""
     watches = True
-    """Whether attention is looked at, so that a block must have one."""
+    """Whether attention is observed, so that a block must have one."""
 
     def __init__(self, place: Reach | Merging | None = None) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class AttentionTap(TorchFunctionMode):
         return getattr(self, handler)(func, *args, **(kwargs or {}))
 
     def attend(self, scores: Tensor) -> Tensor:
-        """The attention matrix [B,H,N,N] of its scores; a kind of tap that changes attention changes this.
+        """The attention matrix [B,H,N,N] of its scores; taps that change attention override this.
 
         In windows it is [B*W,H,n,m] or [B,W,H,n,m].
         """
@@ -168,9 +169,9 @@ class AttentionTap(TorchFunctionMode):
         return self.matrix
 
     def take(self) -> None:
-        """Note that attention is computed now: of a block that is looked at, there is one."""
+        """Record that attention is computed now; a block that is observed has exactly one."""
         if self.watches and self._taken:
-            raise Unsupported("a block takes more than one softmax, so it has no one attention matrix")
+            raise Unsupported("a block has more than one softmax, so it has no single attention matrix")
         self._taken = True
 
     def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -198,7 +199,7 @@ class AttentionTap(TorchFunctionMode):
         return a @ b
 
     def multi_head_attention_forward(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """torch's own multi-head attention [N,B,D], as its linear maps and attention, each through this tap."""
+        """torch's multi-head attention [N,B,D], as linear maps and attention that pass through this tap."""
         given = dict(zip(_MULTI_HEAD, args, strict=False)) | kwargs
         separate = given.get("use_separate_proj_weight") or given["in_proj_weight"] is None
         if separate or given.get("bias_k") is not None or given.get("add_zero_attn"):
@@ -220,7 +221,7 @@ class AttentionTap(TorchFunctionMode):
         return func(a, b, *args, **kwargs)  # type: ignore[no-any-return]
 
     def mixes_values(self, a: Tensor) -> bool:
-        """Whether a product's first factor is the attention matrix, which must not have changed since its softmax."""
+        """Whether the first factor of a product is the attention matrix, unchanged since its softmax."""
         attention = self._attention
         if attention is None or a.shape != attention.shape:
             return False
@@ -229,7 +230,7 @@ class AttentionTap(TorchFunctionMode):
         return True
 
     def tokens(self, part: str, value: Tensor) -> None:
-        """Tokens inside a block [B,N,D] (or [B,h,w,D]) were computed, those of the letter `part`."""
+        """Called when tokens inside a block [B,N,D] (or [B,h,w,D]) were computed, those of the letter `part`."""
 
     def activation(self, h: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """An elementwise activation."""

@@ -17,9 +17,9 @@ from patchlight.core.errors import PatchlightError
 
 
 def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[str]:
-    """Class names from a list, a dictionary by index, a text file (one a line), or a CSV.
+    """Class names from a list, a dictionary by index, a text file (one per line), or a CSV file.
 
-    A CSV has a column `names`, `name` or `label`; where it has `class_index`, `index` or `id` too, names go by it.
+    A CSV file has a column `names`, `name` or `label`; a column `class_index`, `index` or `id` gives the order.
     """
     if isinstance(labels, Mapping):
         return _by_index(list(labels.items()), "the dictionary of labels")
@@ -28,7 +28,7 @@ def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[
         or not isinstance(labels, str | Path | Iterable)
         or isinstance(labels, set | frozenset)
     ):
-        raise PatchlightError(f"labels were given as {type(labels).__name__}; give a list of names, or a file of them")
+        raise PatchlightError(f"labels have type {type(labels).__name__}; give a list of names, or a file of them")
     if not isinstance(labels, str | Path):
         return [str(label) for label in labels]
     path = Path(labels)
@@ -37,7 +37,7 @@ def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[
     try:
         text = path.read_text(encoding="utf-8-sig")
         if "\0" in text:
-            raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
+            raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it contains zero bytes")
         names = _read_table(text, path) if path.suffix.lower() == ".csv" else text.split("\n")
     except UnicodeDecodeError as error:
         raise PatchlightError(f"'{path}' is not a text file in UTF-8, so no labels can be read from it") from error
@@ -46,7 +46,7 @@ def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[
     while names and not names[-1].strip():
         names.pop()
     if not names:
-        raise PatchlightError(f"'{path}' holds no labels")
+        raise PatchlightError(f"'{path}' contains no labels")
     blank = next((i for i, name in enumerate(names) if not name.strip()), None)
     if blank is not None:
         raise PatchlightError(f"class {blank} has no name in '{path}', though later ones do")
@@ -68,7 +68,7 @@ def _by_index(pairs: Sequence[tuple[Any, str]], source: Path | str) -> list[str]
     where = f"'{source}'" if isinstance(source, Path) else source
     wrong = next((i for i, _ in pairs if not re.fullmatch(r"\s*[0-9]+\s*", str(i))), None)
     if wrong is not None:
-        raise PatchlightError(f"{where} has the class index {wrong!r}; indices are whole numbers from 0")
+        raise PatchlightError(f"{where} has the class index {wrong!r}; indices are integers from 0")
     names = {int(index): str(name) for index, name in pairs}
     twice = next((i for i, count in Counter(int(i) for i, _ in pairs).items() if count > 1), None)
     if twice is not None:
@@ -80,10 +80,10 @@ def _by_index(pairs: Sequence[tuple[Any, str]], source: Path | str) -> list[str]
 
 
 _HOLDERS = ("state_dict", "model", "model_state_dict", "module", "net", "network", "weights", "params")
-"""Under which of its keys a checkpoint keeps the model, where it keeps other things beside it."""
+"""Keys under which checkpoints store the model beside other things."""
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "ema_model")
 _WRAPPERS = ("module.", "model.", "backbone.")
-"""What training scripts put before the name of every weight."""
+"""Prefixes that training scripts add to the name of every weight."""
 _POSITIONS = re.compile(r"(.*\.)?(pos_embed|pos_embedding|position_embeddings|position_embedding\.weight)")
 _BIASES = re.compile(r"(.*)\.relative_position_bias_table")
 
@@ -91,7 +91,7 @@ _BIASES = re.compile(r"(.*)\.relative_position_bias_table")
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Tensors by name from a safetensors file, or a torch file read without unpickling code.
 
-    Names are as the model has them: what wrappers put before all of them is taken off.
+    Prefixes that wrappers add to all names are removed.
     """
     if not path.is_file():
         raise PatchlightError(f"no weights at '{path}'")
@@ -101,32 +101,32 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            return _unwrapped(load_file(path))
+            return _strip_prefix(load_file(path))
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise PatchlightError(
-            f"'{path}' cannot be read as weights: it is damaged, or holds more than plain tensors"
+            f"'{path}' cannot be read as weights: it is damaged, or contains more than plain tensors"
         ) from error
-    return _unwrapped(_held(state, path))
+    return _strip_prefix(_find_tensors(state, path))
 
 
-def _held(state: Any, path: Path) -> dict[str, Tensor]:
-    """The dictionary of plain tensors in a checkpoint: itself, or under the key that says so, or the only one."""
+def _find_tensors(state: Any, path: Path) -> dict[str, Tensor]:
+    """The dictionary of plain tensors in a checkpoint: itself, under a known key, or the only one."""
     if isinstance(state, dict) and state and all(isinstance(v, Tensor) for v in state.values()):
         return state
     inside = {key: v for key, v in state.items() if isinstance(v, dict) and v} if isinstance(state, dict) else {}
     known = next((key for key in (*_HOLDERS, *_AVERAGED) if key in inside), None)
     others = [key for key, v in inside.items() if all(isinstance(each, Tensor) for each in v.values())]
     if known is not None or len(others) == 1:
-        return _held(inside[known if known is not None else others[0]], path)
+        return _find_tensors(inside[known if known is not None else others[0]], path)
     if others:
         named = ", ".join(f"'{key}'" for key in others)
-        raise PatchlightError(f"'{path}' holds tensors under {named}; save those of one model alone")
-    raise PatchlightError(f"'{path}' does not hold plain tensors by name")
+        raise PatchlightError(f"'{path}' contains tensors under {named}; save those of one model only")
+    raise PatchlightError(f"'{path}' does not contain plain tensors by name")
 
 
-def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names without what `torch.compile`, data parallelism or a training script put before every one of them."""
+def _strip_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names without the prefix that `torch.compile`, data parallelism or a training script added to all of them."""
     state = {key.replace("_orig_mod.", ""): value for key, value in state.items() if key != "n_averaged"}
     while state:
         prefix = next((p for p in _WRAPPERS if all(key.startswith(p) for key in state)), None)
@@ -137,7 +137,7 @@ def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, int], source: str) -> dict[str, Tensor]:
-    """Weights whose position tables, made for another size of image, are resampled to a model's grid, as timm does."""
+    """Weights with position tables, made for another image size, resampled to a model's grid as timm does."""
     from timm.layers.pos_embed import resample_abs_pos_embed
     from timm.layers.pos_embed_rel import resize_rel_pos_bias_table
 
@@ -152,8 +152,8 @@ def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, int],
             side = math.isqrt(max(table.shape[-2] - prefix, 0))
             if prefix < 0 or side * side + prefix != table.shape[-2] or side == 0:
                 raise PatchlightError(
-                    f"'{key}' in {source} is {list(table.shape)}, which is no square grid of positions behind {prefix} "
-                    f"others; it cannot be resampled to {grid[0]} x {grid[1]}"
+                    f"'{key}' in {source} is {list(table.shape)}, which is not a square grid of positions after "
+                    f"{prefix} prefix positions; it cannot be resampled to {grid[0]} x {grid[1]}"
                 )
             flat = table if table.ndim == 3 else table[None]
             new = resample_abs_pos_embed(flat.float(), list(grid), (side, side), prefix).to(table.dtype)
@@ -170,7 +170,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
         parts = [f"{len(keys)} {word} ({keys[0]})" for word, keys in (("missing", missing), ("extra", extra)) if keys]
         parts += [f"'{k}' is {list(state[k].shape)} but must be {list(own[k].shape)}" for k in shapes[:1]]
         if shapes and _POSITIONS.fullmatch(shapes[0]):
-            parts.append("with img_size= of the images it shall take, positions are resampled")
+            parts.append("give img_size= to have its positions resampled")
         raise PatchlightError(f"weights in {source} do not fit {name}: {'; '.join(parts)}")
     other = next((k for k in own if not _same_kind(state[k], own[k])), None)
     if other is not None:
@@ -183,6 +183,6 @@ def fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
 
 
 def _same_kind(given: Tensor, own: Tensor) -> bool:
-    """Whether values can be copied without becoming others: floats of any precision into floats, else the same type."""
+    """Whether values can be copied unchanged: floats of any precision into floats, otherwise the same type."""
     plain = given.layout is torch.strided and not given.is_quantized and not given.is_meta
     return plain and (given.is_floating_point() if own.is_floating_point() else given.dtype == own.dtype)

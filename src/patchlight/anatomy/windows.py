@@ -1,10 +1,10 @@
-"""Rows through a hierarchical model: attention within windows or to pooled tokens, and patches merged between stages.
+"""Rows through a hierarchical model: attention within windows or to pooled tokens, and merged patches between stages.
 
 Attention within windows is a matrix over a stage's tokens that is zero outside them; attention to pooled tokens is a
-rectangular one, times what each pooled token is made of. Where tokens are merged (2 x 2 in Swin), a row is pulled
-through the mean: a merged token's share goes to its children alike, so that a row sums to what it summed before. The
-model mixes children by a linear map of all their channels, which says of none that it counts for more; every other
-split would be a method of its own.
+rectangular matrix times the composition of each pooled token. Where tokens are merged (2 x 2 in Swin), a row is pulled
+through the mean: the share of a merged token is split equally among its children, so the sum of a row is preserved. The
+model mixes children by a linear map of all their channels, which favours none of them; any other split would be a
+separate method.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True)
 class Merging:
-    """Tokens of a `coarse` grid, each made of its `kernel` x `kernel` children on a `fine` one, `stride` apart.
+    """Tokens of a `coarse` grid, each made of `kernel` x `kernel` children on a `fine` grid, `stride` apart.
 
-    The first child of the first token stands `padding` before the grid; children outside of it do not count.
+    The first child of the first token is `padding` before the grid; children outside the grid do not count.
     """
 
     fine: Grid
@@ -33,13 +33,13 @@ class Merging:
     padding: int = 0
 
     def pull(self, row: Tensor) -> Tensor:
-        """A row [...,M] over the coarse tokens as one over the fine [...,N]: the share of each, split alike."""
+        """A row [...,M] over the coarse tokens as one over the fine tokens [...,N]: each share is split equally."""
         shares = (row / self.children(row)).reshape(-1, 1, row.shape[-1]).expand(-1, self.kernel**2, -1)
         whole = F.fold(shares, self._whole, self.kernel, stride=self.stride)
         return F.pad(whole, [-side for side in self._sides]).reshape(*row.shape[:-1], -1)
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
-        """Values of all coarse tokens, in any shape, as values [B,N] of the fine; those of the fine stay."""
+        """Values of all coarse tokens, in any shape, as values [B,N] of the fine tokens; values of fine tokens stay."""
         values = values.reshape(batch, -1)
         return values if values.shape[1] == self.fine[0] * self.fine[1] else self.pull(values)
 
@@ -50,22 +50,22 @@ class Merging:
 
     @property
     def _sides(self) -> list[int]:
-        """What the children's grid has more than the fine one: left, right, top, bottom."""
+        """Padding of the children's grid beyond the fine grid: left, right, top, bottom."""
         (rows, columns), (fine_rows, fine_columns) = self._whole, self.fine
         pad = self.padding
         return [pad, columns - fine_columns - pad, pad, rows - fine_rows - pad]
 
     def children(self, like: Tensor) -> Tensor:
-        """How many children each coarse token has [M], as numbers of the type of `like`."""
+        """Number of children of each coarse token [M], in the type of `like`."""
         there = F.pad(like.new_ones(1, 1, *self.fine), self._sides)
         return F.unfold(there, self.kernel, stride=self.stride).sum(1)[0]
 
 
 @dataclass(frozen=True)
 class Bins(Merging):
-    """Tokens of a coarse grid, each the mean of a bin of the fine one, as adaptive pooling cuts it: bins may overlap.
+    """Tokens of a coarse grid, each the mean of a bin of the fine grid, as in adaptive pooling: bins may overlap.
 
-    `kernel`, `stride` and `padding` mean nothing.
+    `kernel`, `stride` and `padding` are not used.
     """
 
     def pull(self, row: Tensor) -> Tensor:
@@ -78,20 +78,20 @@ class Bins(Merging):
         return (rows[:, None] * columns).flatten()
 
     def _means(self, like: Tensor) -> list[Tensor]:
-        """Along each side, which cells of the fine grid a bin is the mean of [bins, cells]."""
+        """The cells of the fine grid that each bin averages [bins, cells], along each side."""
         sides = zip(self.fine, self.coarse, strict=True)
         return [F.adaptive_avg_pool1d(torch.eye(cells).to(like)[None], bins)[0].mT for cells, bins in sides]
 
 
 class Reach(ABC):
-    """Which of N tokens a block's attention joins: W windows of n queries and m keys, A [B*W,H,n,m]."""
+    """Which of N tokens an attention connects: W windows of n queries and m keys, A [B*W,H,n,m]."""
 
     tokens: int
     shape: tuple[int, int, int]
     """W, n and m."""
 
     def misses(self, seen: Tensor) -> str | None:
-        """Why it is not what attention [B*W,H,n,m] of one image joins; None when it is."""
+        """Why it does not describe attention [B*W,H,n,m] of one image; None if it does."""
         windows, queries, keys = self.shape
         if (len(seen), *seen.shape[-2:]) == self.shape:
             return None
@@ -99,11 +99,11 @@ class Reach(ABC):
 
     @abstractmethod
     def queries(self, values: Tensor) -> Tensor:
-        """Values [...,N] of the tokens as the queries of the windows have them [...,W,n]; padding has 0."""
+        """Values [...,N] of the tokens arranged as the queries of the windows [...,W,n]; padding has 0."""
 
     @abstractmethod
     def keys(self, values: Tensor) -> Tensor | None:
-        """Values [...,N] of the tokens as keys have them [...,W,m]; None where a key is several tokens."""
+        """Values [...,N] of the tokens arranged as keys [...,W,m]; None if a key is several tokens."""
 
     @abstractmethod
     def pull(self, rows: Tensor) -> Tensor:
@@ -119,22 +119,25 @@ class Reach(ABC):
 
     @abstractmethod
     def gradients(self, values: Tensor) -> Tensor:
-        """Gradients of attention [...,W,n,m] as `pull` and `written` give them to tokens: to each all, for they are no
-        shares, and 0 where attention cannot be."""
+        """Gradients of attention [...,W,n,m] in the form that `pull` and `written` expect.
+
+        They are not shares, so each token gets the full value; 0 where attention is impossible.
+        """
 
     @abstractmethod
     def means(self, values: Tensor) -> Tensor:
-        """The means [B,N] of the rows of gradients [B,W,n,m], over the tokens that a row may look at."""
+        """The means [B,N] of the rows of gradients [B,W,n,m], over the tokens that a row can attend to."""
 
     @abstractmethod
     def per_token(self, values: Tensor, batch: int) -> Tensor:
-        """Values of all queries or keys, in any shape, as values [B,N] of the tokens; their sum stays."""
+        """Values of all queries or keys, in any shape, as values [B,N] of the tokens, with the same sum."""
 
 
 class Windows(Reach):
-    """Attention within windows: `slots` [W,n] are the tokens in each, in order, and -1 where a window is padded.
+    """Attention within windows: `slots` [W,n] are the tokens of each, in order, with -1 for padding.
 
-    `allowed` [W,n,n] says which of them may look at which, where a mask parts a window that was shifted over the edge.
+    `allowed` [W,n,n] says which tokens may attend to which, where a mask splits a window that was shifted over the
+    edge.
     """
 
     def __init__(self, slots: Tensor, allowed: Tensor | None = None) -> None:
@@ -188,7 +191,7 @@ class Windows(Reach):
         return self.pull(self.gradients(values).sum(-1) / self._allowed.sum(-1).clamp_min(1))
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
-        """What stands in padding is shared by the tokens of its window alike."""
+        """Values in padding are shared equally by the tokens of the window."""
         values = values.reshape(batch, *self._slots.shape)
         lost = (values * ~self._real).sum(-1, keepdim=True)
         return self.pull(values + lost / self._real.sum(-1, keepdim=True).clamp_min(1))

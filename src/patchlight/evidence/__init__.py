@@ -1,1 +1,1 @@
-"""What a model is asked: one tapped pass, or many forwards over variants of images."""
+"""Evidence about a model: one tapped pass, or many forward passes over variants of images."""

@@ -1,7 +1,7 @@
-"""Ablation: score many variants of images, tokens really removed or pixels masked over a fill.
+"""Ablation: score many variants of images, with tokens removed or pixels masked by a fill.
 
-Variants of all images travel in one flat list and are cut into chunks, whose size comes from free memory and is halved
-when an accelerator's memory runs out; what is finished stays finished. A client never loops over masks.
+Variants of all images are one flat list that is cut into chunks. The chunk size follows free memory and is halved when
+an accelerator runs out; finished chunks are kept. Callers never loop over masks.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from patchlight.core.targets import Score, Targets, target_scores
 from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import PRECISION, Decided, Precision, chosen, free_memory, tf32
 
-Unit = Literal["token", "patch", "pixel"]
-"""What is removed or shown: patch tokens, which are really removed, or patches or pixels, painted with a fill."""
+Unit = Annotated[
+    Literal["token", "patch", "pixel"],
+    Field(description="What is removed or shown: tokens, which leave the sequence, or patches or pixels, painted."),
+]
 Count = Annotated[int, Field(ge=1)]
 ABLATION = {
     setting.name: setting
     for setting in (
-        Setting("chunk", Count | None, None, "Variants scored at once; None: what free memory has room for."),
+        Setting("chunk", Count | None, None, "Number of variants scored at once; None: as many as fit in free memory."),
         Setting("precision", Precision, "auto", PRECISION),
-        Setting("compile", bool, False, "Whether the forward is compiled, which pays for many variants of one shape."),
+        Setting(
+            "compile", bool, False, "Whether the forward is compiled, which is faster for many variants of one shape."
+        ),
     )
 }
-"""The settings of everything that scores variants."""
+"""Settings of everything that scores variants."""
 
 
 class Variants(Protocol):
     """Variants of images in a flat list: `owner` [V] is the image each belongs to.
 
-    A kind that changes how the model runs, and not only what it is given, has a method `around(part)`: a context the
-    forward of that part runs in, never compiled.
+    A type that changes how the model runs, and not only its input, has a method `around(part)`: a context for the
+    forward pass of that part, which is never compiled.
     """
 
     @property
@@ -56,13 +60,13 @@ class Variants(Protocol):
 
 @dataclass(frozen=True)
 class TokenSubsets:
-    """Variant v is image owner[v] with the patches keep[v] [V,k] and all prefix tokens; the rest is really removed."""
+    """Variant v is image owner[v] with the patches keep[v] [V,k] and all prefix tokens; all others are removed."""
 
     owner: Tensor
     keep: Tensor
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        """The tokens that are kept, and their positions."""
+        """The tokens kept, and their positions."""
         vit.check_droppable()
         owner, keep = _there(self.owner[part], embedded), _there(self.keep[part], embedded)
         return vit.gather(embedded, keep, owner), keep
@@ -72,8 +76,8 @@ class TokenSubsets:
 class PixelMasks:
     """Variant v is image owner[v] where mask[v] is 1 and the fill where it is 0.
 
-    Masks [V,h,w] stand at patch or pixel resolution (nearest-upsampled); `fill` is [B,C,H,W], one per image, or
-    an imputation.
+    Masks [V,h,w] have patch or pixel resolution (nearest-upsampled); `fill` is [B,C,H,W], one per image, or an
+    imputation.
     """
 
     owner: Tensor
@@ -92,7 +96,7 @@ class PixelMasks:
 
 @dataclass(frozen=True)
 class RankRanges:
-    """Variant v is image owner[v] with the fill where its rank lies in [begin[v], end[v]).
+    """Variant v is image owner[v] with the fill where its rank is in [begin[v], end[v]).
 
     `ranks` [B,H,W] are integers; masks are made inside the chunk.
     """
@@ -112,14 +116,14 @@ class RankRanges:
         return vit.embed(painted(images, self.fill, owner, shown[:, None])), None
 
     def halved(self) -> RankRanges:
-        """The same in fewer bytes: a bfloat16 embedding rounds the pixels it is given either way."""
+        """The same in fewer bytes: a bfloat16 embedding rounds its pixels anyway."""
         fill = self.fill.bfloat16() if isinstance(self.fill, Tensor) else self.fill
         return replace(self, ranks=self.ranks.int(), fill=fill)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Variants made by a function of a part of the list: it returns images [n,C,H,W]."""
+    """Variants made by a function of a part of the list, which returns images [n,C,H,W]."""
 
     owner: Tensor
     render: Callable[[slice], Tensor]
@@ -133,7 +137,7 @@ class Rendered:
 class Ablation:
     """How variants are scored: chunk size (None: from free memory), precision, compilation.
 
-    Whoever watches this thread (`progress.watch`) hears of every chunk, and can stop between two.
+    Watchers of this thread (`progress.watch`) are notified of every chunk and can stop between two.
     """
 
     vit: Anatomy
@@ -142,10 +146,10 @@ class Ablation:
     precision: Precision = "auto"
     compile: bool = False
     fine: bool = False
-    """Whether the readout is in float32 though the blocks are in bfloat16, so that close classes are told apart."""
+    """Whether the readout is in float32 although the blocks are in bfloat16, to separate close classes."""
 
     def logits(self, variants: Variants | Sequence[Variants]) -> Tensor:
-        """Logits [V,C] of every variant in float32 (or the model's own wider type), lists one after another."""
+        """Logits [V,C] of every variant in float32 (or the model's wider type), lists one after another."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         total = sum(len(v.owner) for v in lists)
         out: Tensor | None = None
@@ -177,13 +181,13 @@ class Ablation:
         return _Runs(self.vit.view(products=True), self.vit.view(torch.bfloat16))
 
     def scores(self, variants: Variants | Sequence[Variants], targets: Targets, score: Score) -> Tensor:
-        """One number per variant and class [V,T]: several classes cost no further forwards."""
+        """One number per variant and class [V,T]; several classes cost no additional forward passes."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         owner = torch.cat([v.owner.cpu() for v in lists])
         return target_scores(self.logits(lists), targets[owner], score, self.vit.outputs)
 
     def _chunks(self, variants: Variants, embedded: Tensor, runs: _Runs) -> Iterator[tuple[int, int, Tensor]]:
-        """(begin, stop, logits) of each chunk; on out-of-memory the chunk is halved and tried again."""
+        """(begin, stop, logits) of each chunk; if memory runs out, the chunk is halved and tried again."""
         size = self.chunk or free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
         around, images = getattr(variants, "around", None), self.images
@@ -192,7 +196,7 @@ class Ablation:
         fine = self.fine and self._bf16 and self.vit.depth > 0
         first = self._bf16 and runs.decides.reads_first and around is None
         forward: Forward = (_first if first else _blocks) if fine else (_first_forward if first else _forward)
-        forward = _compiled(runs.decides, forward) if self.compile and around is None else forward
+        forward = _compile_forward(runs.decides, forward) if self.compile and around is None else forward
         while begin < total:
             current_watcher().check()
             stop = min(begin + size, total)
@@ -216,17 +220,17 @@ class Ablation:
 
     @property
     def chosen(self) -> Decided:
-        """The precision, `auto` decided."""
+        """The precision, with `auto` resolved."""
         return chosen(self.precision, self.images.device, self.images.dtype)
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is computed in less than the model's own type."""
+        """Whether anything is computed in less than the model's precision."""
         return self.chosen != "full"
 
     @property
     def _bf16(self) -> bool:
-        """Whether blocks and head run in bfloat16; a model that cannot be cast multiplies in it."""
+        """Whether blocks and head run in bfloat16; a model that cannot be cast uses autocast."""
         return self.chosen == "bf16" and self.vit.castable
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
@@ -235,7 +239,7 @@ class Ablation:
         return tf32() if self.chosen == "tf32" else contextlib.nullcontext()
 
     def _in_bf16(self) -> contextlib.AbstractContextManager[Any]:
-        """Weights and tokens are in bfloat16 already, so nothing is left to cast."""
+        """Weights and tokens are already in bfloat16, so nothing is cast."""
         if self._bf16:
             return torch.autocast(self.images.device.type, enabled=False)
         return contextlib.nullcontext()
@@ -243,14 +247,14 @@ class Ablation:
 
 @dataclass(frozen=True)
 class _Runs:
-    """What embeds the variants, and what decides on their tokens."""
+    """The models that embed the variants and that classify their tokens."""
 
     embeds: Anatomy
     decides: Anatomy
 
 
 def _there(small: Tensor, like: Tensor) -> Tensor:
-    """Indices on the device of `like`, without a wait for what it still computes."""
+    """Indices on the device of `like`, without waiting for its pending work."""
     return small.to(like.device, non_blocking=True)
 
 
@@ -268,7 +272,7 @@ def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def _first(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """What the last block gives to the first token alone [B,1,D], where the classifier reads no other."""
+    """The output of the last block at the first token alone [B,1,D], if the classifier reads no other."""
     for index in range(vit.depth - 1):
         tokens = vit.block(index, tokens, positions)
     return vit.first_row(tokens)
@@ -278,8 +282,8 @@ def _first_forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Te
     return vit.readout(_first(vit, tokens, positions))
 
 
-def _compiled(vit: Anatomy, forward: Forward) -> Forward:
-    """The forward compiled, kept as long as the anatomy lives."""
+def _compile_forward(vit: Anatomy, forward: Forward) -> Forward:
+    """The compiled forward, cached for the lifetime of the anatomy."""
     made = _COMPILED.setdefault(vit, {})
     if forward not in made:
         made[forward] = torch.compile(forward, dynamic=False)
@@ -290,7 +294,7 @@ _COMPILED: WeakKeyDictionary[Anatomy, dict[Forward, Forward]] = WeakKeyDictionar
 
 
 def free_chunk(vit: Anatomy) -> int:
-    """Variants at once: a quarter of an accelerator's free memory, at about 24 token tensors each; 64 on a CPU."""
+    """Variants at once: a quarter of an accelerator's free memory at about 24 token tensors each; 64 on a CPU."""
     if vit.device.type != "cuda":
         return 64
     return int(max(1, min(1024, 0.25 * free_memory(vit.device) / (24 * 4 * vit.tokens * vit.width))))

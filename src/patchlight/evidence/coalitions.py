@@ -1,4 +1,4 @@
-"""Coalitions of patches: how they are drawn, and attention that sees a coalition's tokens alone."""
+"""Coalitions of patches: sampling them, and attention restricted to the tokens of a coalition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patchlight.anatomy.watching import AttentionTap
 
 
 class Unseen(AttentionTap):
-    """Attention that sees the keys `seen` [B,N] alone, fused where the model's is."""
+    """Attention restricted to the keys `seen` [B,N], fused if the model's is."""
 
     def __init__(self, seen: Tensor) -> None:
         super().__init__()
@@ -42,24 +42,24 @@ class Unseen(AttentionTap):
 
 
 def no_coalitions(vit: Anatomy) -> str | None:
-    """Why a model cannot be asked about the patches of a coalition alone, the empty one too; None when it can."""
+    """Why a model cannot score the patches of a coalition alone, including the empty one; None if it can."""
     if vit.can_drop is not None:
         return f"{vit.name} cannot drop tokens: {vit.can_drop}"
     if vit.pooling not in ("cls", "cls+dist"):
-        return f"{vit.name} reads its patches, so it says nothing about the empty coalition"
+        return f"{vit.name} reads its patches, so the empty coalition has no score"
     return None
 
 
 def members_first(z: Tensor) -> Tensor:
-    """The players of coalitions z [n,d], those that take part before the others, each in order."""
+    """The players of coalitions z [n,d], members before the others, each in order."""
     return (~z).to(torch.uint8).argsort(dim=1, stable=True)
 
 
 def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Tensor:
     """Logits [B,m,C] of every image with only the patches of its coalitions z [B,m,d], `chunk` of them at once.
 
-    Coalitions of like size run together: the tokens that none of them has are really removed, and what a smaller one
-    does not have is hidden from attention, which is the same. Gradients flow.
+    Coalitions of similar size run together: tokens that none of them has are removed, and tokens that a smaller one
+    does not have are hidden from attention, which is equivalent. Gradients flow.
     """
     embedded = vit.embed(images)
     rows = z.flatten(0, 1)
@@ -82,16 +82,16 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
 
 
 def draw_sizes(n: int, players: int, generator: torch.Generator) -> Tensor:
-    """Sizes k [n] of coalitions with P(k) proportional to 1 / (k (d - k)), 0 < k < d."""
+    """Sample sizes k [n] of coalitions with P(k) proportional to 1 / (k (d - k)), 0 < k < d."""
     size = torch.arange(1, players, dtype=torch.float64, device=generator.device)
     return torch.multinomial(1 / (size * (players - size)), n, replacement=True, generator=generator) + 1
 
 
 def draw_coalitions(n: int, players: int, generator: torch.Generator) -> Tensor:
-    """Coalitions z [n,d] (True: takes part), each second one the complement of the one before.
+    """Sample coalitions z [n,d] (True: member), every second one the complement of the one before.
 
-    The size k is drawn with P(k) proportional to 1 / (k (d - k)), 0 < k < d; then a subset of that size, uniformly.
-    They lie where the generator does.
+    The size k has P(k) proportional to 1 / (k (d - k)), 0 < k < d; the subset of that size is uniform. The result is on
+    the device of the generator.
     """
     pairs = -(-n // 2)
     drawn = draw_sizes(pairs, players, generator)

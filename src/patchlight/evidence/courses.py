@@ -1,4 +1,4 @@
-"""Passes that explain another score than the model's own: one for every block, or that of a rewritten last block."""
+"""Passes that explain another score than the model's: one per block, or that of a rewritten last block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from patchlight.evidence.runner import PIXELS, Runner, scaled
 
 
 class LocalScores(Runner):
-    """A pass in which every block has a score of its own and a graph that begins at its attention's output.
+    """A pass in which every block has its own score, and a graph that begins at its attention's output.
 
-    What enters a block is constant, so nothing of a later score comes down to an earlier block, and queries, keys and
-    the softmax are not differentiated.
+    The input of a block is constant, so later scores do not reach earlier blocks, and queries, keys and the softmax are
+    not differentiated.
     """
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
@@ -42,7 +42,7 @@ class LocalScores(Runner):
             return vit.readout(x)
 
     def _way(self, record: Record, y: Tensor) -> _Way:
-        """From a block's attention, or that of the pooling, to the logits that are read off the block's output."""
+        """From a block's attention, or that of the pooling, to logits computed from the block's output."""
         top = y.detach() if self.course.pooler else y.detach().requires_grad_()
         needs = self.needs(record.index) if self.course.pooler else frozenset[str]()
         with torch.enable_grad(), self.tapped(True, record, needs, in_block=False):
@@ -52,14 +52,14 @@ class LocalScores(Runner):
         return _Way(record, y, top, logits)
 
     def _reading(self, y: Tensor) -> Tensor:
-        """Tokens [B,N,D] of which every readout reads what this course reads of y."""
+        """Tokens [B,N,D] that give every readout the value that this course reads of y."""
         if self.course.local == "pooling":
             return y
         first, stop = {"cls": (0, 1), "patches": (self.vit.prefix, None), "tokens": (0, None)}[self.course.local or ""]
         return y[:, first:stop].mean(1, keepdim=True).expand(-1, y.shape[1], -1)
 
     def _keep_read(self, record: Record) -> None:
-        """Of the pooling's attention: keys and values of all tokens, zero where it has none, and what queries read."""
+        """Record the pooling's attention: keys and values of all tokens, zero where it has none, and its queries."""
         record.only_read = True
         for name in ("k", "v"):
             if name in record.seen:
@@ -104,7 +104,7 @@ class LocalScores(Runner):
 
 
 class OneHead(Runner):
-    """A pass whose last block attends with one head of the tokens' whole width; classes are predicted by the model."""
+    """A pass whose last block attends with one head of full width; classes are predicted by the model."""
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         self.rewritten = super().forward(images, tokens)
@@ -130,7 +130,7 @@ class OneHead(Runner):
 
 @dataclass
 class _Way:
-    """From a block's output y, which is detached at `top`, to logits that are read off it, and their scores."""
+    """From a block's output y, detached at `top`, to its logits and their scores."""
 
     record: Record
     y: Tensor

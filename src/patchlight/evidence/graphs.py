@@ -1,4 +1,4 @@
-"""Computations captured as CUDA graphs: where shapes repeat, hundreds of launches become one."""
+"""Computations captured as CUDA graphs: for repeated shapes, one launch replaces hundreds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 class Captured:
-    """A function of tensors as one graph: its inputs are copied in, it is replayed, its outputs are copied out."""
+    """A function of tensors as one graph: inputs are copied in, the graph is replayed, outputs are copied out."""
 
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Captured:
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
-            function(*self._inputs)  # what is made at a first call is not captured
+            function(*self._inputs)  # what a first call creates is not captured
         here.wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -38,16 +38,16 @@ class Captured:
 
 
 _MOST = 4
-"""Graphs kept for a model: each holds the memory of its computation."""
+"""Graphs kept per model: each keeps the memory of its computation."""
 _KEPT: WeakKeyDictionary[nn.Module, dict[Hashable, Captured | None]] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
 def captured(owner: nn.Module, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """What the function gives for these inputs, from a graph where one was captured under this key and these shapes.
+    """The result of the function for these inputs, replayed if a graph was captured for this key and these shapes.
 
-    None where it cannot be captured, which is told once: something in it waits for the host. Graphs are kept as long as
-    `owner`, whose weights they read where they lie.
+    None if it cannot be captured because something in it waits for the host; a warning says so once. Graphs live as
+    long as `owner`, whose weights they read in place.
     """
     key = (key, tuple((tuple(t.shape), t.dtype) for t in inputs))
     with torch.cuda.device(inputs[0].device):
@@ -68,11 +68,13 @@ def _tried(function: Function, inputs: Sequence[Tensor]) -> Captured | None:
         raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        warn(f"compile=True: this pass cannot be captured as a CUDA graph, so nothing is gained: {reason}", NotCaptured)
+        warn(
+            f"compile=True: this pass cannot be captured as a CUDA graph, so it runs uncaptured: {reason}", NotCaptured
+        )
         return None
 
 
 def forget(owner: nn.Module) -> None:
-    """Give back the memory of all graphs kept for a model."""
+    """Free the memory of all graphs of a model."""
     with _LOCK:
         _KEPT.pop(owner, None)

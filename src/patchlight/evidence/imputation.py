@@ -1,4 +1,4 @@
-"""Linear imputation (Rong et al., ICML 2022): missing pixels from those around them, of many images at once."""
+"""Linear imputation (Rong et al., ICML 2022): missing pixels from their neighbours, for many images at once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.nn import functional as F
 from patchlight.core.resize import to_pixels
 
 STEPS = 500
-"""Steps after which an image is left as it is; a hole as wide as the image takes about thirty."""
+"""Maximum number of steps; a hole as wide as the image takes about thirty."""
 DAMPING = 0.8
-"""Of the Jacobi sweeps, so that they smooth."""
+"""Damping of the Jacobi sweeps, so that they smooth."""
 
 
 def imputed(images: Tensor, missing: Tensor) -> Tensor:
     """Images [n,C,H,W] with each missing pixel [n,1,H,W] the weighted mean of its neighbours, all solved together.
 
-    w is 1/6 for the four direct neighbours and 1/12 for the four diagonal ones; those outside the image are left out
-    and the rest counts for all. So (d - W) y = 0 at every missing pixel, d = W 1, with y = x where pixels are known:
-    symmetric, and positive where one is known. Conjugate gradients, each step preconditioned by one multigrid cycle,
-    so that wide holes take few. A channel of an image stops when all its missing pixels are the mean of their
-    neighbours to 1e-5 of its largest value (1e-11 in float64), whatever else is in the batch. Where every pixel is
-    missing the channel's mean is left, since it is what is begun with.
+    w is 1/6 for the four direct neighbours and 1/12 for the four diagonal ones; neighbours outside the image are left
+    out and the weights renormalised. So (d - W) y = 0 at every missing pixel, d = W 1, with y = x where pixels are
+    known: symmetric, and positive definite if at least one is known. Conjugate gradients are preconditioned by one
+    multigrid cycle per step, so wide holes take few steps. A channel of an image stops when all its missing pixels are
+    the mean of their neighbours to 1e-5 of its largest value (1e-11 in float64), independently of the batch. If every
+    pixel is missing, the result is the channel's mean, the initial value.
     """
     kind = torch.promote_types(images.dtype, torch.float32)
     with torch.autocast(images.device.type, enabled=False):
@@ -49,11 +49,11 @@ def imputed(images: Tensor, missing: Tensor) -> Tensor:
 
 
 Hole = tuple[Tensor, Tensor]
-"""What is missing [n,1,h,w], 1 or 0, and d [1,1,h,w]."""
+"""The missing pixels [n,1,h,w], 1 or 0, and d [1,1,h,w]."""
 
 
 def _holes(there: Tensor) -> list[Hole]:
-    """The hole at every scale, each half the size of the one before; a cell is missing where all of its pixels are."""
+    """The hole at every scale, each half the size of the one before; a cell is missing if all of its pixels are."""
     found = [there]
     while min(found[-1].shape[-2:]) > 3:
         found.append(-F.max_pool2d(_even(-found[-1], -1.0), 2))
@@ -61,47 +61,47 @@ def _holes(there: Tensor) -> list[Hole]:
 
 
 def _cycle(r: Tensor, holes: list[Hole]) -> Tensor:
-    """About (d - W)^-1 r: a damped Jacobi sweep, the rest of r solved for at half the size, and another sweep."""
+    """Approximate (d - W)^-1 r: a damped Jacobi sweep, the residual solved at half the size, and another sweep."""
     there, d = holes[0]
     z = DAMPING * r / d
     if len(holes) > 1:
-        rest = _halved(r - _unlike(z, d, there)).mul_(4 * holes[1][0])  # the same stencil over twice the distance
-        z = _doubled(_cycle(rest, holes[1:]), z).mul_(there).add_(z)
+        rest = _halve(r - _unlike(z, d, there)).mul_(4 * holes[1][0])  # the same stencil over twice the distance
+        z = _double(_cycle(rest, holes[1:]), z).mul_(there).add_(z)
     return (r - _unlike(z, d, there)).mul_(DAMPING / d).add_(z)
 
 
 def _unlike(x: Tensor, d: Tensor, there: Tensor) -> Tensor:
-    """(d - W) x where pixels are missing: how far each is from the mean of its neighbours."""
+    """(d - W) x at missing pixels: the difference of each from the mean of its neighbours."""
     return (d * x).sub_(_around(x)).mul_(there)
 
 
 def _around(x: Tensor) -> Tensor:
-    """W x: the weighted sum of each pixel's neighbours, those outside left out."""
-    return _filtered(x, x.new_tensor([[1, 2, 1], [2, 0, 2], [1, 2, 1]]) / 12)
+    """W x: the weighted sum of each pixel's neighbours inside the image."""
+    return _filter(x, x.new_tensor([[1, 2, 1], [2, 0, 2], [1, 2, 1]]) / 12)
 
 
-def _halved(x: Tensor) -> Tensor:
-    """Cells at half the size, each a mean of the four by four pixels around it: the transpose of doubling, over 4."""
+def _halve(x: Tensor) -> Tensor:
+    """Cells at half the size, each a mean of the 4 x 4 pixels around it: the transpose of doubling, over 4."""
     line = x.new_tensor([1, 3, 3, 1]) / 8
-    return _filtered(_even(x), line[:, None] * line, stride=2)
+    return _filter(_even(x), line[:, None] * line, stride=2)
 
 
-def _doubled(x: Tensor, like: Tensor) -> Tensor:
-    """Cells at twice the size, interpolated; zero around them."""
+def _double(x: Tensor, like: Tensor) -> Tensor:
+    """Cells at twice the size, interpolated; zero outside."""
     padded = F.pad(x, (1, 1, 1, 1))
     wide = to_pixels(padded, [2 * side for side in padded.shape[-2:]])
     return wide[..., 2 : 2 + like.shape[-2], 2 : 2 + like.shape[-1]].contiguous()
 
 
-def _filtered(x: Tensor, kernel: Tensor, stride: int = 1) -> Tensor:
-    """Each channel convolved by itself; folded into one image, which is full precision on CUDA and fast on a CPU."""
+def _filter(x: Tensor, kernel: Tensor, stride: int = 1) -> Tensor:
+    """Each channel convolved separately; folded into one image, which is exact on CUDA and fast on a CPU."""
     flat = x.reshape(1, -1, *x.shape[-2:])
     out = F.conv2d(flat, kernel.expand(flat.shape[1], 1, -1, -1), stride=stride, padding=1, groups=flat.shape[1])
     return out.view(*x.shape[:-2], *out.shape[-2:])
 
 
 def _even(x: Tensor, value: float = 0.0) -> Tensor:
-    """With a further row and column where their number is odd."""
+    """With an additional row and column where their number is odd."""
     height, width = x.shape[-2:]
     return F.pad(x, (0, width % 2, 0, height % 2), value=value)
 

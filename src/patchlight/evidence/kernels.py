@@ -1,7 +1,7 @@
-"""Tiles of attention and its gradient, recomputed on the fly and summed up: the CUDA side of `rows.py`.
+"""Tiles of attention and its gradient, recomputed on the fly and summed: the CUDA side of `rows.py`.
 
-One program has a block of tokens of one image and head, and goes over all other tokens, as the backward of fused
-attention does: nothing of the size N x N is written, there are no atomics, and the result is the same every time.
+Each program has a block of tokens of one image and head and iterates over all other tokens, like the backward of fused
+attention: nothing of size N x N is written, there are no atomics, and the result is deterministic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def summed(seen: FusedAttention, entry: Entry, weights: Tensor, over_rows: bool)
 
 
 TILE = (128, 32, 4, 3)
-"""A program's own tokens, those it goes over at a time, warps, and stages of loads under way."""
+"""Tokens of a program, tokens per iteration, warps, and pipeline stages."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -49,7 +49,7 @@ def _sum_tiles(
     PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     ATTENTION: tl.constexpr, GRADIENT: tl.constexpr, SIGN: tl.constexpr, OVER_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`here`: (k, v) of a program's own tokens and `there` (q, dO) of all; or the other way round across columns."""
+    """`here`: (k, v) of the program's tokens and `there` (q, dO) of all; swapped for sums across columns."""
     image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     here_1 += image * h1b + head * h1h
     here_2 += image * h2b + head * h2h
@@ -66,7 +66,7 @@ def _sum_tiles(
             own_lse = tl.load(lse + own, mask=own < tokens, other=0.0) * 1.4426950408889634
     if GRADIENT:
         v = tl.load(here_2 + own[None, :] * h2n + channel[:, None], mask=inside, other=0.0)
-    stop = 0  # behind the last token with a weight: of a row that is read at CLS alone, one tile is left
+    stop = 0  # after the last token with a weight: if only CLS is read, one tile is left
     for begin in range(0, tokens, OTHER):
         w = tl.load(weights + (begin + tl.arange(0, OTHER)) * wn, mask=begin + tl.arange(0, OTHER) < tokens, other=0.0)
         stop = tl.where(tl.max((w != 0).to(tl.int32)) > 0, begin + OTHER, stop)
@@ -98,7 +98,7 @@ def _sum_tiles(
 
 
 def dots(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """a.a, a.b and b.b over the last axis, in one reading of both."""
+    """a.a, a.b and b.b over the last axis, reading both once."""
     a, b = a.contiguous(), b.contiguous()
     width, out = a.shape[-1], torch.empty(3, *a.shape[:-1], device=a.device, dtype=torch.float32)
     count, block = out[0].numel(), triton.next_power_of_2(width)

@@ -1,4 +1,4 @@
-"""Lloyd's k-means on batches of point sets, on the device: distances by matrix products, no wait in an iteration."""
+"""Lloyd's k-means on batches of point sets, on the device: matrix-product distances, no host synchronisation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 Empty = Literal["reseed", "zero"]
 _CHECK = 2
-"""Iterations between two looks from the host at what has converged."""
+"""Iterations between two convergence checks by the host."""
 _RESTARTS = 64
-"""Far points that empty clusters of one set start again from in an iteration; any more wait for the next."""
+"""Empty clusters of one set that restart at far points per iteration."""
 
 
 def draw_initial(points: int, clusters: int, seed: int) -> Tensor:
-    """The indices of distinct points to start from [K].
+    """Indices of distinct initial points [K].
 
-    Drawn as fast-pytorch-kmeans does after `numpy.random.seed(12345 + seed)`: 12345 is the seed of TIS's own scripts.
+    Sampled like fast-pytorch-kmeans after `numpy.random.seed(12345 + seed)`: 12345 is the seed of TIS's scripts.
     """
     drawn = np.random.RandomState((12345 + seed) % 2**32).choice(points, min(clusters, points), replace=False)
     return torch.from_numpy(drawn)
@@ -32,9 +32,9 @@ def kmeans(
     """Centroids [B,K,N] of points [B,P,N], from the points at `initial` ([K] for every set, or [B,K]).
 
     Lloyd: assign to the nearest centroid (Euclidean), move each centroid to its points' mean, until the squared shift
-    summed over a set's centroids is at most `tolerance`. A set that has converged stays, whatever others still do. An
-    empty cluster starts again at the point farthest from its own centroid, the next empty one at the next farthest (64
-    of them; any more share the last until the next iteration); `empty="zero"` puts it at 0.
+    summed over a set's centroids is at most `tolerance`. A converged set does not change, regardless of the others. An
+    empty cluster restarts at the point farthest from its own centroid, the next empty one at the next farthest (64 of
+    them; any more share the last until the next iteration); `empty="zero"` puts it at 0.
     """
     initial = initial.to(points.device).expand(len(points), -1)
     parts = _parts(points, initial.shape[1])
@@ -42,7 +42,7 @@ def kmeans(
 
 
 def _parts(points: Tensor, clusters: int) -> Iterator[slice]:
-    """Sets at once: as many as keep the distances in 1 GB on an accelerator, 128 MB elsewhere."""
+    """Split the sets so that the distances take at most 1 GB on an accelerator, 128 MB elsewhere."""
     room = 2**28 if points.device.type == "cuda" else 2**25
     size = max(1, room // (points.shape[1] * clusters))
     return (slice(begin, begin + size) for begin in range(0, len(points), size))
@@ -50,10 +50,10 @@ def _parts(points: Tensor, clusters: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class _Points:
-    """Points [B,P,N] as an iteration reads them.
+    """Points [B,P,N] in the form that an iteration reads.
 
-    `longer` has a coordinate 1 more, and zeros to a length that suits the hardware, so that |c|^2 - 2 <x, c> is one
-    product. `wide` is in float64: an accelerator adds in any order, and sums in float32 would keep the difference.
+    `longer` has an additional coordinate 1, and zeros to a length that suits the hardware, so that |c|^2 - 2 <x, c> is
+    one product. `wide` is in float64: an accelerator adds in any order, which would show in float32 sums.
     """
 
     plain: Tensor
@@ -72,7 +72,7 @@ class _Points:
 
 
 def _lloyd(points: Tensor, initial: Tensor, iterations: int, tolerance: float, empty: Empty) -> Tensor:
-    """Sets that have converged leave the work whenever the host looks."""
+    """Iterate; converged sets are removed whenever the host checks."""
     sets = torch.arange(len(points), device=points.device)
     result = centroids = points[sets[:, None], initial]
     these = _Points.of(points)

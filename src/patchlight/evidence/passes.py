@@ -1,7 +1,7 @@
 """The trace: one tapped forward, and one backward per explained class, give all white-box evidence about an image.
 
-`run_pass` computes many layer maps in one pass, each inside the pass and as soon as its evidence is complete, so that
-nothing larger than the maps is kept. `trace` hands the raw evidence to people who invent methods.
+`run_pass` computes many layer maps in one pass, each as soon as its evidence is complete, so that nothing larger than
+the maps is kept. `trace` returns the raw evidence for developing methods.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from patchlight.evidence.runner import WHOLE, Course, LayerJob, Runner
 
 
 def rows_at_once(vit: Anatomy) -> int:
-    """How many variants of images one pass with a backward may hold: 16, and on CUDA what memory has room for."""
+    """Maximum number of image variants in one pass with a backward: 16, and on CUDA as many as fit in memory."""
     return fitting(vit) if vit.device.type == "cuda" and vit.depth else 16
 
 
 def fitting(vit: Anatomy, half: bool = False, written: bool = False) -> int:
-    """How many images a pass with a backward may hold on CUDA, 1 to 256: what half of the free memory has room for.
+    """Maximum number of images in a pass with a backward on CUDA, 1 to 256: as many as fit in half of the free memory.
 
-    The backward reads about 40 numbers a token, channel and block, half as wide in half precision; and attention and
-    its gradient, where they are `written`.
+    The backward reads about 40 numbers per token, channel and block, half as wide in half precision; and attention and
+    its gradient, if they are `written`.
     """
     depth, wide = max(vit.depth, 1), vit.dtype.itemsize
     each = depth * vit.tokens * vit.width * 40 * wide // (2 if half else 1)
@@ -44,7 +44,7 @@ def fitting(vit: Anatomy, half: bool = False, written: bool = False) -> int:
 
 
 def in_memory(run: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """What `run` gives for rows [n,...], each by itself: in two halves where memory runs out."""
+    """The result of `run` for independent rows [n,...], in two halves if memory runs out."""
     try:
         return run(rows)
     except (torch.OutOfMemoryError, MemoryError):
@@ -55,10 +55,10 @@ def in_memory(run: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass gives: logits [B,C], the explained scores [B,T], and what its jobs computed.
+    """The result of a pass: logits [B,C], the explained scores [B,T], and the values of its jobs.
 
-    `found` has, for each class and job, the values by layer, and `ends` the bias terms behind the last block for each
-    class; `layers`, `at` and `end` read them. `pool` is the attention of an attention-pooling head.
+    `found` has, for each class and job, the values by layer, and `ends` the bias terms after the last block for each
+    class; read them by `layers`, `at` and `end`. `pool` is the attention of an attention-pooling head.
     """
 
     logits: Tensor
@@ -68,14 +68,14 @@ class Pass:
     ends: Sequence[EndBias] = (EndBias(),)
     pool: Tensor | None = None
     last: Tensor | None = None
-    """The tokens [B,N,D] that the head reads, where it reads tokens."""
+    """The tokens [B,N,D] that the head reads, if it reads tokens."""
 
     def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
-        """What the job gave for the explained class of that number, by layer."""
+        """The values of a job for the explained class of that number, by layer."""
         return self.found[target][job]
 
     def at(self, layer: int, job: int = 0, target: int = 0) -> Any:
-        """What the job gave at one layer."""
+        """The value of a job at one layer."""
         return self.found[target][job][layer]
 
     def row(self, vit: Anatomy, target: int = 0) -> Tensor:
@@ -83,7 +83,7 @@ class Pass:
         return vit.pool_row(self.logits, self.pool, self.last, self.targets.index[:, target])
 
     def end(self, target: int = 0) -> EndBias:
-        """The bias terms behind the last block."""
+        """The bias terms after the last block."""
         return self.ends[target]
 
 
@@ -97,11 +97,11 @@ def run_pass(
     precision: Decided = "full",
     course: Course = WHOLE,
 ) -> Pass:
-    """One forward over `images` and one backward per class, all `jobs` done on the way, on the course given.
+    """One forward over `images` and one backward per class, with all `jobs` run on the way.
 
-    Blocks below the first layer that a backward job wants run without a graph; with no backward job there is no
-    backward at all. In bf16 and fp16 the products of the embedding and the blocks are in such a type, the tokens
-    between them and the readout are not, and on CUDA attention stays fused whoever looks at it.
+    Blocks before the first layer that a backward job reads run without a graph; without backward jobs there is no
+    backward. In bf16 and fp16 the products of the embedding and the blocks have that type; the tokens between them and
+    the readout do not, and on CUDA attention stays fused.
     """
     current_watcher().check()
     vit = vit.wide()
@@ -109,7 +109,7 @@ def run_pass(
     with torch.inference_mode(False), vit.steady(), runs.steady():
         kind = LocalScores if course.local is not None else OneHead if course.one_head else Runner
         runner = kind(vit, runs, rule, jobs, precision, course)
-        rounds: Decided = "tf32" if precision == "tf32" else "full"  # what rounds in half precision does so by itself
+        rounds: Decided = "tf32" if precision == "tf32" else "full"  # half precision is applied separately
         try:
             with rounding(vit, rounds):
                 tokens = None if course.tokens is None else _usable(course.tokens, vit)
@@ -131,7 +131,7 @@ def run_pass(
 
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
-    """The predicted classes; where rounding may have changed one, it is looked up in full."""
+    """The predicted classes; where rounding may have changed one, it is predicted in full precision."""
     found = top_classes(logits, vit.outputs)
     if precision == "full" or vit.outcomes == 1:
         return found
@@ -140,7 +140,7 @@ def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: De
     else:
         first, second = logits.topk(2, 1).values.unbind(1)
         gap, limit = first - second, _CLOSE * logits.abs().amax(1)
-    close = (~(gap >= limit)).nonzero().flatten()  # and where the logits are lost
+    close = (~(gap >= limit)).nonzero().flatten()  # or the logits overflowed
     if len(close):
         found.index[close.to(found.index.device)] = top_classes(vit.logits(images[close]), vit.outputs).index
     return found
@@ -151,16 +151,16 @@ _CLOSE = 0.05
 
 
 def _usable(given: Tensor, vit: Anatomy) -> Tensor:
-    """In the type of the pass, and no inference tensor."""
+    """A tensor in the type of the pass that is not an inference tensor."""
     return (given.clone() if given.is_inference() else given).to(vit.dtype)
 
 
 @dataclass
 class Trace:
-    """The evidence itself: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
+    """Raw evidence: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
 
-    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] say what was explained. Of a hierarchical
-    model each block has the tokens of its own stage, and x_l are those behind the merging.
+    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] are what was explained. In a hierarchical model
+    each block has the tokens of its own stage, and x_l are those after merging.
     """
 
     vit: Anatomy
@@ -175,11 +175,7 @@ class Trace:
 
 @contextlib.contextmanager
 def trace(
-    vit: Anatomy | nn.Module,
-    images: Any,
-    target: Target = None,
-    score: Score = "logit",
-    rule: str = "plain",
+    vit: Anatomy | nn.Module, images: Any, target: Target = None, score: Score = "logit", rule: str = "plain"
 ) -> Iterator[Trace]:
     """Everything one forward and one backward see of a model (an Anatomy or a module), for people inventing methods.
 
@@ -190,14 +186,14 @@ def trace(
     vit = wrap(vit)
     if vit.depth == 0:
         raise Unsupported(
-            f"{vit.name} is opened as a feature map with no transformer blocks, so there is none to trace"
+            f"{vit.name} is opened as a feature map with no transformer blocks, so there are none to trace"
         )
     if vit.attention is not None:
         raise Unsupported(f"the attention of {vit.name} cannot be read: {vit.attention}")
     batch = vit.batch(images)
     targets = resolve_targets(target, len(batch), vit.outcomes, vit.labels)
     if targets is not None and targets.several:
-        raise PatchlightError(f"a trace is of one class an image; {targets.count} were given for each")
+        raise PatchlightError(f"a trace explains one class per image; {targets.count} were given")
     job = LayerJob(lambda e: (e.x, e.y, e.g, e.A, e.G), frozenset("xygAG"), tuple(range(vit.depth)))
     seen = run_pass(vit, batch, targets, score, backward, [job])
     layers = [seen.at(layer) for layer in range(vit.depth)]

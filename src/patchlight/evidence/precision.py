@@ -1,4 +1,4 @@
-"""Precision: the one vocabulary for the arithmetic of methods, metrics and training."""
+"""Precision: the settings for the arithmetic of methods, metrics and training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ products in bfloat16. `auto`: on CUDA the fastest that keeps the order of the pa
 PassPrecision = Literal["auto", "full", "tf32", "bf16", "fp16"]
 """For forwards with a backward there is `fp16` too: products in float16, the gradient scaled into its range. It is as
 fast as bf16 and rounds eight times less. In both, the tokens between blocks and the readout stay in float32."""
-PRECISION = "Arithmetic: full is the model's own type; auto is the fastest on CUDA that keeps the order of the patches."
+PRECISION = "Arithmetic: 'full' is the model's type; 'auto' is the fastest on CUDA that keeps the order of the patches."
 HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +36,7 @@ def chosen(precision: PassPrecision, device: torch.device, dtype: torch.dtype, a
 
 
 def lowered(vit: Anatomy, precision: PassPrecision, products: bool = False) -> Anatomy:
-    """The model; in `bf16` and `fp16` a view whose linear maps and convolutions have such weights; patches as products.
+    """The model; in `bf16` and `fp16` a view with linear maps and convolutions in that type, and patches as products.
 
     Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward.
     """
@@ -47,10 +47,10 @@ def lowered(vit: Anatomy, precision: PassPrecision, products: bool = False) -> A
 
 
 def casting(vit: Anatomy, precision: PassPrecision, trains: bool = False) -> contextlib.AbstractContextManager[Any]:
-    """Around every forward of a lowered model.
+    """Context for every forward of a lowered model.
 
-    `trains`: weights that are trained are among those cast. Autocast would keep what it made of them at the first step
-    as long as any autocast lasts, `Anatomy.steady` too, and all later steps would compute with that.
+    `trains`: trained weights are among those cast. Autocast would cache its first cast of them as long as any autocast
+    is active, including `Anatomy.steady`, and all later steps would use stale weights.
     """
     if precision not in HALF:
         return contextlib.nullcontext()
@@ -58,22 +58,22 @@ def casting(vit: Anatomy, precision: PassPrecision, trains: bool = False) -> con
 
 
 def rounding(vit: Anatomy, precision: PassPrecision) -> contextlib.AbstractContextManager[Any]:
-    """Around products of float32 that may round to TF32, unless all is full."""
+    """Context for float32 products, which may round to TF32 unless the precision is full."""
     return tf32() if precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that tensors can still have on a CUDA device: the free ones, and those torch holds for later."""
+    """Bytes available to tensors on a CUDA device: the free ones, and those that torch caches."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager
 def tf32() -> Iterator[None]:
-    """Inside, float32 products on CUDA may round to TF32; afterwards all is as it was.
+    """Inside, float32 products on CUDA may round to TF32.
 
-    Torch has one such flag for a process, so meanwhile other threads' float32 products on CUDA may round too. The first
-    of several threads sets it, and the last sets it back.
+    Torch has one such flag per process, so products of other threads may round too. The first of several threads sets
+    it, and the last restores it.
     """
     global _inside, _before
     products: Any = torch.backends.cuda.matmul

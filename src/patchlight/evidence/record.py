@@ -1,4 +1,4 @@
-"""What a pass sees of one block (`Record`, written by taps and hooks), and how a layer map reads it (`Evidence`)."""
+"""What a pass records of one block (`Record`, written by taps and hooks), and how a layer map reads it (`Evidence`)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from patchlight.evidence.rows import Entry, FusedAttention, Local, Matrix, Rows,
 
 T = TypeVar("T")
 BACKWARD = frozenset({"g", "gy", "gn", "go", "G", "dO", "bias"})
-"""Parts of the evidence that take a backward."""
+"""Parts of the evidence that need a backward."""
 ATTENTION = frozenset({"A", "G", "q", "k", "v", "dO"})
-"""Parts that are seen of a block's attention."""
+"""Parts recorded from a block's attention."""
 TAPPED = ATTENTION | {"n", "gn", "o", "go", "u", "bias"}
-"""Parts that are seen inside a block, as it runs."""
+"""Parts recorded inside a running block."""
 PARTS = frozenset({"x", "y", "p"}) | TAPPED | BACKWARD
 
 
 @dataclass
 class Record:
-    """What one pass has seen of one block so far: tensors by their letters in `Evidence`.
+    """What one pass has recorded of one block so far: tensors by their letters in `Evidence`.
 
-    `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is what layer maps keep for each other.
-    Where attention stayed fused and its matrices are read, `fused` has what it was given, and `dO` is the gradient of
-    what it gave. Gradients here are to be multiplied by `unscale` [B], where it is given. `only_read`: attention has no
-    other rows than those that are read. `leaf` is the attention's output, where a graph begins with it. Where attention
-    is not between all tokens, `reach` says which it joins, and A, G and v are those of its windows [B*W,...].
+    `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is a cache shared by layer maps. If
+    attention stayed fused and its matrices are read, `fused` has its inputs, and `dO` is the gradient of its output.
+    Gradients must be multiplied by `unscale` [B], if given. `only_read`: attention has only the rows that are read.
+    `leaf` is the attention's output, if a graph begins there. If attention does not connect all tokens, `reach`
+    describes it, and A, G and v are those of its windows [B*W,...].
     """
 
     index: int
@@ -59,14 +59,14 @@ class Record:
         return self.open_parts()
 
     def see(self, name: str, value: Tensor) -> None:
-        """Keep A, G or v, in the type of the tokens; windows of an image that have an axis of their own lose it."""
+        """Keep A, G or v in the type of the tokens; a separate axis for windows is flattened."""
         value = value.detach().to(self.x.dtype)
         self.seen[name] = value.flatten(0, 1) if value.ndim == 5 else value
 
     def add_bias(self, value: Tensor, place: Reach | Merging | None = None) -> None:
-        """Add a bias map: per token [B,N] where it has the tokens' length, else its sum, to a per-image scalar.
+        """Add a bias map: per token [B,N] if it has the tokens' length, otherwise its sum, per image.
 
-        `place` says which tokens its values belong to, where they stand in windows or on a coarser grid.
+        `place` is where its values belong, if tokens are in windows or on a coarser grid.
         """
         value = value.to(self.x.dtype)
         if place is not None:
@@ -79,7 +79,7 @@ class Record:
             self.scalar_bias = total if self.scalar_bias is None else self.scalar_bias + total
 
     def complete(self) -> None:
-        """Gradients that never came are zero: the score does not depend on that tensor."""
+        """Set missing gradients to zero: the score does not depend on that tensor."""
         for gradient, of in (("gy", "x"), ("gn", "n"), ("go", "o"), ("G", "A")):
             if gradient not in self.seen and of in self.seen:
                 self.seen[gradient] = torch.zeros_like(self.seen[of])
@@ -89,21 +89,21 @@ class Record:
             self.seen["bias"] = self.x.new_zeros(self.x.shape[:2])
 
     def forget(self) -> None:
-        """Drop what belongs to one backward, so that the next class starts clean."""
+        """Drop the values of one backward before the next class."""
         for name in BACKWARD:
             self.seen.pop(name, None)
         self.scalar_bias = self.dO = None
         self.shared.clear()
 
     def clear(self) -> None:
-        """Drop everything that was seen."""
+        """Drop everything."""
         self.forget()
         self.seen.clear()
         self.fused = self.leaf = None
 
     @property
     def attention(self) -> FusedAttention | None:
-        """Fused attention as it was, with the gradient of this backward."""
+        """Fused attention with the gradient of this backward."""
         return None if self.fused is None else replace(self.fused, dO=self.dO, unscale=self.unscale)
 
     def fused_part(self, name: str) -> Tensor:
@@ -113,7 +113,7 @@ class Record:
         return part.to(self.x.dtype)
 
     def see_dO(self, gradient: Tensor) -> None:
-        """Take the gradient of what attention gave [B,H,N,d]: as it is where attention stayed fused."""
+        """Keep the gradient of the attention's output [B,H,N,d], unchanged if attention stayed fused."""
         if self.fused is None:
             self.seen["dO"] = gradient.to(self.x.dtype)
         else:
@@ -126,7 +126,7 @@ class Record:
 
 @dataclass(frozen=True)
 class EndBias:
-    """The bias terms behind the last block: those of the final norm by token [B,N], all others summed [B]."""
+    """The bias terms after the last block: those of the final norm by token [B,N], all others summed [B]."""
 
     bias: Tensor | None = None
     scalar_bias: Tensor | None = None
@@ -143,18 +143,18 @@ class _Part:
 
 
 class Evidence:
-    """What one pass saw of one block, as far as a layer map declares that it reads it.
+    """What one pass recorded of one block, as far as a layer map declares it in `needs`.
 
     x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
     gradient. q, k, v: queries (times the scores' scale, in models that put it there), keys and values as they enter
     attention [B,H,N,d]; dO: the gradient of its output A v [B,H,N,d], so that G = dO v^T. n, gn: output of the first
-    norm and its gradient. o, go: output of the attention module (behind its output projection, before layer scale and
+    norm and its gradient. o, go: output of the attention module (after its output projection, before layer scale and
     skip) and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz>
-    per token [B,N]. p: the projected patches [B,P,D], before positions; every block has the same.
-    `matrix` gives a mean over the heads of A, G or both that is only written where it must be: whoever needs a row of
-    it, and not all of A or G, asks for that.
-    `index` and `depth` say which block of how many, `tokens` is N, and `prefix` of them stand before the patches.
-    `only_read`: q and dO have fewer rows than N, those that are read and no others.
+    per token [B,N]. p: the projected patches [B,P,D], before positions, the same in every block.
+
+    `matrix` is a mean over the heads of A, G or both, written out only if necessary: use it if you need a row, not all
+    of A or G. `index` and `depth` are the block and the number of blocks, `tokens` is N, and `prefix` of them come
+    before the patches. `only_read`: q and dO have only the rows that are read.
     """
 
     x, y, A, q, k, v, n, o, u, p = (_Part() for _ in range(10))
@@ -169,7 +169,7 @@ class Evidence:
     def of(
         cls, x: Tensor, *, index: int = 0, prefix: int = 0, depth: int = 1, parts: Any = None, **seen: Tensor
     ) -> Evidence:
-        """Evidence made by hand, to try a layer map on.
+        """Evidence from given tensors, to try a layer map.
 
         >>> Evidence.of(torch.zeros(1, 3, 4), A=torch.ones(1, 2, 3, 3)).heads_mean.shape
         torch.Size([1, 3, 3])
@@ -177,7 +177,7 @@ class Evidence:
         return cls(Record(index, x, prefix, depth, lambda: parts, dict(seen)), {"x", *seen})
 
     def read(self, name: str) -> Tensor:
-        """The part of that letter; it must be declared."""
+        """The part with that letter, which must be declared."""
         self._check_declared(name)
         record = self._record
         if name in record.seen:
@@ -188,11 +188,11 @@ class Evidence:
                 raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} has it in windows or pooled")
             return self.once(f"written {name}", lambda: reach.written(self._in_windows(name, reach)))
         if record.fused is None or name not in ATTENTION:
-            raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} of this model shows none")
+            raise Unsupported(f"`{self._reader}` reads {name}, and block {self.index} of this model does not expose it")
         return self.once(name, lambda: record.fused_part(name))
 
     def _seen(self, name: str) -> Tensor:
-        """A part as it was seen."""
+        """A part as it was recorded."""
         value, unscale = self._record.seen[name], self._record.unscale
         if unscale is None or name not in BACKWARD:
             return value
@@ -214,7 +214,7 @@ class Evidence:
 
     @property
     def parts(self) -> Any:
-        """The block's norms and linear maps (`Anatomy.parts`), opened when first asked for."""
+        """The block's norms and linear maps (`Anatomy.parts`), read on first use."""
         return self._record.parts
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
@@ -227,7 +227,7 @@ class Evidence:
     def matrix(self, entry: Entry, columns: Tensor | None = None, rows: Tensor | None = None) -> Matrix:
         """mean_h rows_h[i] f(A_h, G_h)[i,j] columns_h[j], f an entry such as "A" or "relu(AG)": [B,N,N], or its `Rows`.
 
-        Scales are [B,H,N], or [B,1,N] for all heads alike.
+        Scales are [B,H,N], or [B,1,N] for all heads.
         """
         for name in "AG":
             if name in entry:
@@ -244,7 +244,7 @@ class Evidence:
         return head_mean(self._entries(entry), columns, rows)
 
     def _local(self, entry: Entry, reach: Reach, columns: Tensor | None, rows: Tensor | None) -> Matrix | None:
-        """The same in windows; None where its columns cannot be scaled there."""
+        """The same in windows; None if its columns cannot be scaled there."""
         if columns is None and rows is None:
             return self.once(f"mean {entry}", lambda: Local(self._windows(entry, reach).mean(1), reach))
         scales = [None if columns is None else reach.keys(columns), None if rows is None else reach.queries(rows)]
@@ -266,21 +266,21 @@ class Evidence:
 
     @property
     def heads(self) -> int:
-        """How many heads attention has."""
+        """Number of attention heads."""
         record = self._record
         if record.fused is not None:
             return record.fused.q.shape[1]
         return (self.A if record.reach is None else record.seen["A"]).shape[1]
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a @ b, in bfloat16 where attention stayed fused: for large products that need little precision."""
+        """Compute a @ b, in bfloat16 if attention stayed fused: for large products that need little precision."""
         if self._record.fused is None or not a.is_cuda:
             return a @ b
         return (a.bfloat16() @ b.bfloat16()).to(a.dtype)
 
     @property
     def gradient_mean(self) -> Tensor:
-        """The mean of G over the patches it is from [B,H,N], for each to-token."""
+        """The mean of G over the patches that are attended to [B,H,N], for each attending token."""
         self._check_declared("G")
         attention, reach = self._record.attention, self._record.reach
         if reach is not None:

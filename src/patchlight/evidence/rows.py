@@ -1,10 +1,10 @@
 """Rows of token-to-token matrices that are never written.
 
-Fused attention keeps no matrix, but what it was given says everything about it: A_ij = exp(scale q_i.k_j - lse_i), and
-the gradient of A is G_ij = dO_i.v_j with the gradient dO that arrives at the attention's output, under every backward
-rule. A method whose map is one row of a product or sum of the blocks' matrices needs them only as operators: a row
-times the matrix, and the sums of its rows. On CUDA both come from tiles (`kernels.py`); elsewhere the matrix is written
-out for a moment, which is what the tiles are compared with.
+Fused attention keeps no matrix, but its inputs define it: A_ij = exp(scale q_i.k_j - lse_i), and the gradient of A is
+G_ij = dO_i.v_j with the gradient dO of the attention's output, under every backward rule. A method whose map is one row
+of a product or sum of the blocks' matrices needs them only as operators: a row times the matrix, and the sums of its
+rows. On CUDA both are computed from tiles (`kernels.py`); elsewhere the matrix is written out temporarily, which is the
+reference for the tiles.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from patchlight.anatomy.windows import Reach
 
 Entry = Literal["A", "G", "AG", "relu(G)", "relu(AG)", "abs(G)", "abs(AG)"]
-"""What stands in one head's matrix at (to, from): attention, its gradient, their product, or a part of these."""
+"""Entry of one head's matrix at (to, from): attention, its gradient, their product, or a part of these."""
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """The matrix [B,N,N] of what stands in the windows of a block's attention, `values` [B,W,n,m], as an operator."""
+    """The matrix [B,N,N] of the values in the windows of a block's attention [B,W,n,m], as an operator."""
 
     values: Tensor
     reach: Reach
@@ -49,10 +49,9 @@ class Local:
 
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
-    """One block's fused attention: what it was given, q, k, v [B,H,N,d], and the log-sum-exp of its scores [B,H,N].
+    """One block's fused attention: its inputs q, k, v [B,H,N,d], and the log-sum-exp of its scores [B,H,N].
 
-    `dO` [B,H,N,d] is the gradient of its output, to be multiplied by `unscale` [B]; None where none came, which is a
-    gradient of zero.
+    `dO` [B,H,N,d] is the gradient of its output, to be multiplied by `unscale` [B]; None is a gradient of zero.
     """
 
     q: Tensor
@@ -78,7 +77,7 @@ class FusedAttention:
 
     @property
     def output_gradient(self) -> Tensor:
-        """dO as it is [B,H,N,d]."""
+        """dO, unscaled [B,H,N,d]."""
         return torch.zeros_like(self.v) if self.dO is None else self._unscaled(_wide(self.dO))
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
@@ -90,19 +89,19 @@ class FusedAttention:
         return signed(entry, self.A * self.G if "AG" in entry else self.G if "G" in entry else self.A)
 
     def gradient_mean(self, first: int) -> Tensor:
-        """The mean of G over the from-tokens from `first` on [B,H,N], without G."""
+        """The mean of G over the attended tokens from `first` on [B,H,N], without G."""
         if self.dO is None:
             return torch.zeros_like(self.lse)
         return self._unscaled((_wide(self.dO) @ _wide(self.v[:, :, first:]).mean(2)[..., None])[..., 0])
 
 
 def signed(entry: Entry, values: Tensor) -> Tensor:
-    """The part of A, G or A * G that an entry has: all, the positive part or the absolute value."""
+    """The part of A, G or A * G that an entry names: all, the positive part or the absolute value."""
     return values.relu() if entry.startswith("relu") else values.abs() if entry.startswith("abs") else values
 
 
 def head_mean(values: Tensor, columns: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-    """mean_h rows_h[i] values_h[i,j] columns_h[j] [B,N,N] of values [B,H,N,N], with no second tensor of that size."""
+    """mean_h rows_h[i] values_h[i,j] columns_h[j] [B,N,N] of values [B,H,N,N], without a second tensor of that size."""
     if columns is None and rows is None:
         return values.mean(1)
     heads = values.shape[1]
@@ -119,7 +118,7 @@ def head_mean(values: Tensor, columns: Tensor | None = None, rows: Tensor | None
 class Rows:
     """The matrix [B,N,N] mean_h rows_h[i] f(A_h, G_h)[i,j] columns_h[j], f an entry, as an operator.
 
-    `rows` and `columns` are [B,H,N], or [B,1,N] for all heads alike; None is 1.
+    `rows` and `columns` are [B,H,N], or [B,1,N] for all heads; None is 1.
     """
 
     attention: FusedAttention
@@ -198,14 +197,14 @@ def lengths(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def has_tiles() -> bool:
-    """Whether Triton is here, in which the tiles are written."""
+    """Whether Triton, in which the tiles are written, is installed."""
     return find_spec("triton") is not None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Fused attention [B,H,N,d] by the kernel torch would choose, and the log-sum-exp of its scores [B,H,N].
+    """Fused attention [B,H,N,d] by the kernel that torch would choose, and the log-sum-exp of its scores [B,H,N].
 
-    None where that kernel does not give it.
+    None if that kernel does not return it.
     """
     ops = torch.ops.aten
     if q.device.type == "cpu":

@@ -1,6 +1,6 @@
 """Backward rules: how a gradient passes attention, layer norm, activations and gates. A rule never changes a forward.
 
-Each operation below has the value of the plain one, bit for bit, and a backward of its own.
+Each operation below has the value of the plain one, bit for bit, and its own backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patchlight.evidence.rows import has_tiles
 
 @dataclass(frozen=True)
 class Rule:
-    """A backward rule, named by what it does to each kind of operation.
+    """A backward rule, defined by what it does to each type of operation.
 
     attention: `frozen` holds the attention matrix constant; `uniform` gives half the gradient to each factor of a
     product of activations. norm: `frozen` holds the standard deviation constant (the mean stays in the graph).
@@ -47,7 +47,7 @@ for _rule in (
 
 
 def register_rule(rule: Rule) -> Rule:
-    """Register a backward rule: its name may then stand behind that of a method."""
+    """Register a backward rule, so that its name may follow that of a method."""
     return RULES.add(rule)
 
 
@@ -56,7 +56,7 @@ Ratio = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Softmax(torch.autograd.Function):
-    """A = softmax(S); the backward shows (A, G = ds/dA) to an observer and, when frozen, stops there."""
+    """A = softmax(S); the backward passes (A, G = ds/dA) to an observer and, if frozen, stops there."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, frozen: bool, observer: Observer | None) -> Tensor:
@@ -78,7 +78,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(scores: Tensor, rule: Rule, observer: Observer | None) -> Tensor:
-    """Softmax over the last axis under `rule`; the observer sees attention and its gradient in the backward."""
+    """Softmax over the last axis under `rule`; the observer gets attention and its gradient in the backward."""
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return scores.softmax(-1)
     if rule.attention == "frozen" and observer is None:
@@ -90,8 +90,8 @@ def softmax(scores: Tensor, rule: Rule, observer: Observer | None) -> Tensor:
 def attended(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values whose fused attention has the backward of `rule`.
 
-    A frozen matrix is one of constant queries and keys. Under a uniform rule each factor of both products gets half:
-    half of dv, and a quarter of dq and dk.
+    A frozen matrix has constant queries and keys. Under a uniform rule each factor of both products gets half: half of
+    dv, and a quarter of dq and dk.
     """
     if rule.attention == "frozen":
         return q.detach(), k.detach(), v
@@ -116,7 +116,7 @@ class _FrozenLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         rstd, weight = ctx.saved_tensors
         (gradient,) = gradients
-        zeros = torch.zeros_like(gradient)  # the norm of an input of zeros has no deviation that could change
+        zeros = torch.zeros_like(gradient)  # an input of zeros has no deviation
         inner, _, _ = torch.ops.aten.native_layer_norm_backward(
             gradient, zeros, ctx.shape, torch.zeros_like(rstd), rstd, weight, None, [True, False, False]
         )
@@ -143,7 +143,7 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None, ru
 
 
 class _RatioActivation(torch.autograd.Function):
-    """f(h), with f(h)/h for its derivative; `ratio` multiplies a gradient by it."""
+    """f(h), with f(h)/h as its derivative; `ratio` multiplies a gradient by it."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, function: Callable[[Tensor], Tensor], ratio: Ratio) -> Tensor:
@@ -171,7 +171,7 @@ def _tanh_gelu_ratio(gradient: Tensor, h: Tensor) -> Tensor:
 
 
 def gelu(h: Tensor, approximate: str, rule: Rule) -> Tensor:
-    """GELU under `rule`; its ratio is the normal distribution function, or the tanh form's own."""
+    """GELU under `rule`; its ratio is the normal distribution function, or that of the tanh form."""
     if rule.activation == "plain" or not h.requires_grad:
         return F.gelu(h, approximate=approximate)
     ratio = _gelu_ratio if approximate == "none" else _tanh_gelu_ratio
@@ -188,7 +188,7 @@ def silu(h: Tensor, rule: Rule) -> Tensor:
 
 
 def elementwise(h: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Any elementwise f(h) with (f(h) - f(0)) / h for its derivative, f'(0) at 0; and f(0) [D] where it is not 0."""
+    """Any elementwise f(h) with (f(h) - f(0)) / h as its derivative, f'(0) at 0; and f(0) [D] if it is not 0."""
     zero = torch.zeros_like(h[:1, :1])
     with torch.no_grad():
         constant = function(zero.clone())

@@ -1,4 +1,4 @@
-"""The course of one pass: a tapped forward block by block, and a backward that completes the evidence on its way."""
+"""One pass: a tapped forward block by block, and a backward that completes the evidence on its way."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from patchlight.evidence.taps import Taps
 PIXELS = -1
 """The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
 FEATURES = -2
-"""The layer index of a hierarchical model's feature map, behind the stage it is opened at: x and g, and no block."""
+"""The layer index of a hierarchical model's feature map, after the stage it is opened at: only x and g."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a pass explains, where that is not the model's own score by its own blocks.
+    """What a pass explains, if that is not the model's own score.
 
-    `local`: every block has a score of its own, that of its output read in this way as if it were the last, and only
-    its own attention's gradient is seen; `pooler`: the attention of the model's pooling, fed with that output, is seen
-    in place of the block's. `one_head`: the last block attends with one head of the tokens' whole width. `tokens`
-    [B,N,D] enter block 0 in place of the embedded images, where given.
+    `local`: every block has its own score, that of its output read as if it were the last, and only the gradient of its
+    own attention is recorded; `pooler`: the attention of the model's pooling, applied to that output, is recorded
+    instead of the block's. `one_head`: the last block attends with one head of full width. `tokens` [B,N,D] enter block
+    0 instead of the embedded images, if given.
     """
 
     local: Literal["pooling", "cls", "patches", "tokens"] | None = None
@@ -45,12 +45,12 @@ class Course:
 
 
 WHOLE = Course()
-"""The model as it is, explained by its own score."""
+"""The unchanged model, explained by its own score."""
 
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A function of the evidence of one block, of which it reads `needs`, wanted at some blocks, PIXELS or FEATURES."""
+    """A function of the evidence of one block, of which it reads `needs`, run at some blocks, PIXELS or FEATURES."""
 
     function: Callable[[Evidence], Any]
     needs: frozenset[str]
@@ -68,7 +68,7 @@ class LayerJob:
 
 
 def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
-    """The type in which attention stays fused though its rows are read; None where it is written out."""
+    """The type in which attention stays fused although its rows are read; None if it is written out."""
     return HALF.get(precision) if vit.device.type == "cuda" and has_tiles() else None
 
 
@@ -95,7 +95,7 @@ class Runner:
         self.projected: Tensor | None = None
 
     def release(self) -> None:
-        """Let go of the graph: its hooks hold the runner."""
+        """Release the graph, whose hooks refer to the runner."""
         self.last = self.cut = self.scores = torch.empty(0)
 
     def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
@@ -137,7 +137,7 @@ class Runner:
             if not graph:
                 del self.records[layer]
             elif record.fused is not None:
-                record.shared.clear()  # a matrix that was written does not wait for the backward
+                record.shared.clear()  # a written matrix need not wait for the backward
         if vit.depth == self._end_of_stage:
             x = self._feature_map(x)
         needs = frozenset({"bias"} if any("bias" in job.needs for job in self.jobs) else ())
@@ -152,7 +152,7 @@ class Runner:
             return vit.readout(x)
 
     def needs(self, layer: int) -> frozenset[str]:
-        """What is to be seen inside a block."""
+        """The parts to record inside a block."""
         return TAPPED & frozenset[str]().union(*(self.jobs[j].needs for j in self.wants[layer]))
 
     def record(self, layer: int, x: Tensor) -> Record:
@@ -164,12 +164,7 @@ class Runner:
 
     @contextlib.contextmanager
     def running(
-        self,
-        graph: bool,
-        record: Record,
-        needs: frozenset[str],
-        in_block: bool = True,
-        place: Merging | None = None,
+        self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True, place: Merging | None = None
     ) -> Iterator[None]:
         """Run a block with the taps of the jobs."""
         tapped = self.tapped(graph, record, needs, in_block, place)
@@ -177,30 +172,30 @@ class Runner:
             yield
 
     def block(self, layer: int, x: Tensor) -> Tensor:
-        """What a block makes of its input."""
+        """Run a block on its input."""
         first = layer == self.vit.depth - 1 and self._first_row_is_enough()
         return self.runs.first_row(x) if first else self.runs.block(layer, x)
 
     def _first_row_is_enough(self) -> bool:
-        """Whether the classifier reads the last block's first token alone, and nobody else reads anything of it."""
+        """Whether only the first token of the last block is read, by the classifier and by all jobs."""
         read = self.wants[self.vit.depth - 1] or any("bias" in job.needs for job in self.jobs)
         return self.runs.reads_first and self.rule is PLAIN and not read
 
     @property
     def _end_of_stage(self) -> int | None:
-        """How many blocks stand before the feature map, where one is there."""
+        """Number of blocks before the feature map, if there is one."""
         return min(self.vit.stage_end, self.vit.depth) if self.vit.hierarchical else None
 
     def _order(self, layer: int) -> float:
-        """Where a layer stands: the feature map behind the blocks of its stage, and before what merges its tokens."""
+        """Position of a layer: the feature map comes after the blocks of its stage, before its tokens are merged."""
         return layer if layer != FEATURES else (self._end_of_stage or 0) - 0.5
 
     def _graph(self, layer: int) -> bool:
-        """Whether a layer is run with a graph."""
+        """Whether a layer runs with a graph."""
         return self.backward and self._order(layer) >= self._order(self.first)
 
     def _feature_map(self, x: Tensor) -> Tensor:
-        """The tokens behind the stage that a hierarchical model is opened at, which stand for the input of a block."""
+        """The tokens after the stage that a hierarchical model is opened at, treated as the input of a block."""
         if not self.wants[FEATURES]:
             return x
         if self.first == FEATURES:
@@ -214,7 +209,7 @@ class Runner:
         return x
 
     def _merge(self, layer: int, x: Tensor) -> Tensor:
-        """The tokens a block is given; the biases of what merges them are those of the block before."""
+        """The input of a block; biases of the merging belong to the block before."""
         merging = self.vit.merging(layer)
         if merging is None:
             return x
@@ -246,12 +241,7 @@ class Runner:
             return self.runs.embed(images)
 
     def tapped(
-        self,
-        graph: bool,
-        record: Record,
-        needs: frozenset[str],
-        in_block: bool = True,
-        place: Merging | None = None,
+        self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True, place: Merging | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         """Run a block with taps."""
         ruled = graph and self.rule.name != "plain"
@@ -267,7 +257,7 @@ class Runner:
         return arrived
 
     def _gradient(self, layer: int, gradient: Tensor) -> None:
-        """The gradient of the tokens entering `layer`: the evidence of that layer is complete, so its jobs run."""
+        """Take the gradient of the tokens entering `layer`; its evidence is now complete, so its jobs run."""
         if layer - 1 in self.records and self.vit.merging(layer) is None:
             self.records[layer - 1].seen["gy"] = gradient
         if layer not in self.records or layer in self.finished:
@@ -282,10 +272,10 @@ class Runner:
                     self.values[j][layer] = self.jobs[j].of(record)
         record.forget()
         if self.closing:
-            self.records.pop(layer).clear()  # the graph holds on to the record until the backward is over
+            self.records.pop(layer).clear()  # the graph refers to the record until the backward is over
 
     def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], EndBias]:
-        """The backward of one class: its values by job and layer, and the bias terms behind the last block."""
+        """The backward of one class: its values by job and layer, and the bias terms after the last block."""
         if not self.backward:
             return self.values, self.end.end()
         scores = self.scores[:, target]
@@ -311,9 +301,9 @@ class Runner:
         return self.values, end
 
     def no_gradient(self) -> str:
-        """The sentence for a model without gradients."""
+        """The error message for a model without gradients."""
         return (
-            f"no gradient flows back through {self.vit.name}: a layer of it (quantised, or under no_grad) has none; "
+            f"no gradient flows back through {self.vit.name}: a layer (quantised, or under no_grad) blocks it; "
             "methods that remove patches or mask pixels work"
         )
 
@@ -332,9 +322,9 @@ class Runner:
 
 
 def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of tokens where float16 is finest, each image times a power of two; and what undoes it [B].
+    """The gradient of tokens, each image scaled by a power of two to fit float16; and the inverse factor [B].
 
-    Backward each image is by itself and all is linear, so scaling changes nothing but what is lost.
+    Images are independent and the backward is linear, so scaling only changes what is lost to rounding.
     """
     largest = gradient.abs().flatten(1).amax(1)
     power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
@@ -343,4 +333,4 @@ def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _MIDDLE = 64.0
-"""Where the largest gradient is put: as many powers of two below float16's largest number as gradients may grow."""
+"""Exponent of the largest scaled gradient: leaves room below float16's maximum for gradients to grow."""

@@ -1,6 +1,6 @@
-"""Taps: see attention, norms, activations and linear maps as a model calls them, under a backward rule.
+"""Taps: observe attention, norms, activations and linear maps as a model calls them, under a backward rule.
 
-Inside a tap every torch function the model calls is recorded where asked, and gets the backward of the rule in force.
+Inside a tap every torch function the model calls is recorded if requested, and has the backward of the active rule.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from patchlight.evidence.rules import Rule
 
 
 class Taps(AttentionTap):
-    """Apply `rule` to a stretch of a model, and write into `record` what `needs` names of what is seen inside.
+    """Apply `rule` to a part of a model, and write what `needs` names into `record`.
 
-    With `fused`, a type, attention stays fused in that type where it can, and the record has what its matrices are
-    made of. With `cut`, a graph begins at the attention's output, of which the record has the leaf. `place` says where
-    what runs now has its tokens: nowhere else (None), in windows, on a coarser grid.
+    With `fused`, a type, attention stays fused in that type if possible, and the record has the inputs of its matrices.
+    With `cut`, a graph begins at the attention's output, whose leaf is in the record. `place` is where the running
+    module has its tokens: in order (None), in windows, or on a coarser grid.
     """
 
     handlers: ClassVar[Mapping[str, str]] = {
@@ -63,7 +63,7 @@ class Taps(AttentionTap):
         undo = 2.0 if self.rule.attention == "uniform" else 1.0
 
         def seen(attention: Tensor, gradient: Tensor) -> None:
-            """G is the whole gradient of the attention matrix; a uniform rule halves only what flows on."""
+            """G is the full gradient of the attention matrix; a uniform rule halves only what flows on."""
             record.see("A", attention)
             record.see("G", gradient if undo == 1.0 else gradient * undo)
 
@@ -85,9 +85,9 @@ class Taps(AttentionTap):
         return self.attend(scores)
 
     def scaled_dot_product_attention(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The fused attention where it can be; else written out, for someone who looks at its matrix or for a rule.
+        """Fused attention if possible; otherwise written out, for a job that reads its matrix or for a rule.
 
-        A CPU's fused backward takes longer than what is left of it under a rule.
+        On a CPU, the fused backward is slower than what a rule leaves of it.
         """
         call = AttentionCall(*args, **kwargs)
         query, key, value = call[:3]
@@ -118,7 +118,7 @@ class Taps(AttentionTap):
                 self.record.see(name, value)
 
     def _begin(self, out: Tensor) -> Tensor:
-        """What attention gives, its gradient seen; where the graph is cut, it begins here."""
+        """The attention's output with its gradient observed; if the graph is cut, it begins here."""
         if self.cut and "dO" in self.needs:
             out = self.record.leaf = out.detach().requires_grad_()
         elif out.requires_grad and ("dO" in self.needs or ("G" in self.needs and self.record.fused is not None)):
@@ -126,7 +126,7 @@ class Taps(AttentionTap):
         return out
 
     def _in_tiles(self, call: AttentionCall) -> Tensor | None:
-        """Fused attention whose matrices the record can give rows of; None where there is no such kernel."""
+        """Fused attention whose rows the record can compute; None if there is no such kernel."""
         query, key, value = call[:3]
         width, known = query.shape[-1], query.shape == key.shape == value.shape
         if self.fused is None or not self.in_block or not known or query.ndim != 4 or width % 8 or width > 128:

@@ -1,1 +1,1 @@
-"""The methods, a room for each family. `base.py` says what one is; the rooms register theirs when first asked for."""
+"""The methods, one module per family. `base.py` defines what a method is; modules register theirs when first needed."""

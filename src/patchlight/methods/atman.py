@@ -1,4 +1,4 @@
-"""AtMan: attention to a patch, and to patches like it, turned down in every layer; what it costs is its relevance."""
+"""AtMan: suppress attention to a patch, and to similar patches, in every layer; the loss in score is its relevance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Offset = Literal["min", "none"]
 class Suppress(Taps):
     """Attention scores H scaled by key before the softmax: (H - min over keys of H) * F, or H * F without the offset.
 
-    `factors` F [B,N] has one factor for each token. An attention pooling that reads the patches alone is scaled too.
+    `factors` F [B,N] has one factor per token. An attention pooling that reads only the patches is scaled too.
     """
 
     def __init__(self, factors: Tensor, offset: Offset) -> None:
@@ -55,9 +55,9 @@ class Suppressed:
 
 
 def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighbours: int | None) -> Tensor:
-    """Factors [B,P,N]: row i is for the patch i, whose own column and those of similar patches are suppressed.
+    """Factors [B,P,N]: row i is for patch i, whose column and those of similar patches are suppressed.
 
-    With c = cos(e_i, e_k) of the tokens [B,N,D] at the transformer's input, a patch k with c >= kappa (at most so many
+    With c = cos(e_i, e_k) of the tokens [B,N,D] at the transformer's input, a patch k with c >= kappa (at most
     `neighbours`, the most similar first) gets (1 - factor) (1 - c) + factor; prefix tokens keep 1.
     """
     unit = F.normalize(tokens[:, prefix:].double(), dim=-1)
@@ -74,9 +74,9 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.depth == 0 or vit.hierarchical:
-        return f"it turns down attention between all tokens, and {vit.name} has no such blocks"
+        return f"it suppresses attention between all tokens, and {vit.name} has no such blocks"
     if vit.attention is not None:
-        return f"it turns down attention between all tokens, and that of {vit.name} cannot be read: {vit.attention}"
+        return f"it suppresses attention between all tokens, and that of {vit.name} cannot be read: {vit.attention}"
     return None
 
 

@@ -21,7 +21,7 @@ _FUSION = {"max": torch.amax, "min": torch.amin}
 
 
 def read_from(b: Evidence) -> Tensor:
-    """mean_hi A[h,i,j] [B,N]: how much token j is read."""
+    """mean_hi A[h,i,j] [B,N]: the attention that token j receives."""
     return b.once("mean_hi A", lambda: mean_row(b.matrix("A")))
 
 
@@ -38,16 +38,14 @@ def read_from(b: Evidence) -> Tensor:
 def rawatt(b: Evidence) -> Matrix:
     """Attention of one block, averaged over its heads; ignores the class.
 
-        M = mean_h A_l
-
-    The map is the CLS row of M.
+    R = (mean_h A_l)[CLS]
     """
     return b.matrix("A")
 
 
 def _discards(settings: Settings, vit: Anatomy) -> str | None:
     if vit.hierarchical and settings["discard"]:
-        return f"discard ranks the entries of one matrix of all tokens, and attention of {vit.name} is between some"
+        return f"discard ranks the entries of one matrix of all tokens, but attention of {vit.name} is between some"
     return None
 
 
@@ -59,7 +57,7 @@ def _discards(settings: Settings, vit: Anatomy) -> str | None:
     combine=ROLLOUT,
     matrix=True,
     nonnegative=True,
-    composable="it is a product over all blocks already",
+    composable="it already is a product over all blocks",
     refuses=_discards,
     cost="1 forward",
     presets={
@@ -69,9 +67,7 @@ def _discards(settings: Settings, vit: Anatomy) -> str | None:
     },
 )
 def rollout(
-    b: Evidence,
-    fusion: Literal["mean", "max", "min"] = "mean",
-    discard: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    b: Evidence, fusion: Literal["mean", "max", "min"] = "mean", discard: Annotated[float, Field(ge=0, lt=1)] = 0.0
 ) -> Matrix:
     """Attention rollout: attention with skip connections, multiplied over the blocks; ignores the class.
 
@@ -113,7 +109,7 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
 
         R <- R + mean_h ReLU(A_l * G_l) R,   R = I before the first block
 
-    The map is the CLS row of R; nothing is normalised. One forward and one backward pass.
+    The map is the CLS row of R; nothing is normalised.
 
     Args:
         rectify: "heads" takes the ReLU in each head. "mean" takes it after the mean over heads, as the copy in the BT
@@ -129,7 +125,7 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     needs={"A", "G"},
     combine=SUM,
     nonnegative=True,
-    composable="it is the sum over the blocks already; 'genatt.plus' and 'genatt.skipplus' are its layer maps summed",
+    composable="it already is the sum over the blocks; 'genatt.plus' and 'genatt.skipplus' are its layer maps summed",
 )
 def gradsam(b: Evidence) -> Matrix:
     """Gradient-weighted attention, summed over the blocks.
@@ -183,9 +179,7 @@ def attcam(b: Evidence, relu: bool = True) -> Matrix:
 def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> Matrix:
     """Gradient of the score with respect to one block's attention.
 
-        M = mean_h G_l,   or mean_h |G_l|,   or mean_h ReLU(G_l)
-
-    The map is the CLS row of M.
+        R = (mean_h G_l)[CLS],   or of |G_l|,   or of ReLU(G_l)
 
     Args:
         sign: What is averaged over the heads: G ("signed"), |G| ("abs") or ReLU(G) ("relu").
@@ -213,7 +207,7 @@ def attnfrom(b: Evidence) -> Tensor:
 
 
 Pair = Literal["auto", "input", "output"]
-"""Which tokens of block l its attention weighs: those that enter it, or those that leave it."""
+"""Which tokens the attention of block l weights: its input or its output."""
 
 
 def _paired(settings: Settings) -> frozenset[str]:
@@ -222,7 +216,7 @@ def _paired(settings: Settings) -> frozenset[str]:
 
 
 def _pair_of(settings: Settings, vit: Anatomy) -> Settings:
-    """Outputs where the classifier reads no patch, so that the last one has no gradient there; else inputs."""
+    """Outputs if the classifier reads no patch, because the last one then has no gradient; otherwise inputs."""
     pair = settings["pair"]
     if pair == "auto":
         pair = "output" if vit.pooling in ("cls", "cls+dist") else "input"
@@ -268,7 +262,7 @@ def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     needs=_paired,
     combine=SUM,
     constant=_NO_GRADIENT,
-    composable="it is the sum over the blocks already; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
+    composable="it already is the sum over the blocks; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",
     adapts=_pair_of,
     presets=_PAIRS,
 )
@@ -291,7 +285,7 @@ def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     paper="Qiang et al., NeurIPS 2022",
     needs={"x", "g"},
     combine=SUM,
-    composable="it is the sum over the blocks already; 'ixg.plus' and 'ixg.skipplus' are its layer maps summed",
+    composable="it already is the sum over the blocks; 'ixg.plus' and 'ixg.skipplus' are its layer maps summed",
 )
 def cat(b: Evidence) -> Tensor:
     """Input times gradient, summed over the inputs of all blocks.

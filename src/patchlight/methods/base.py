@@ -1,9 +1,9 @@
-"""What a method is. There are three kinds, and a decorator for each: `layer_map`, `own_passes`, `ablates`.
+"""What a method is. There are three kinds, each with a decorator: `layer_map`, `own_passes`, `ablates`.
 
-A *layer map* is a function of the `Evidence` of one block; it runs inside the pass, and a `Composition` makes one map
-of the blocks' maps. `.plus`, `.skipplus`, `.rollout` behind a name exchange the composition, `.libra`, … the rule.
-A method with *passes of its own* is a function of an `Ask`: the model, the images and one class for each.
-A method that *ablates* scores variants of the images; its function takes an `Ask` with all classes at once.
+A *layer map* is a function of the `Evidence` of one block; it runs inside the pass, and a `Composition` combines the
+maps of the blocks. `.plus`, `.skipplus`, `.rollout` after a name replace the composition, `.libra`, … the rule. A
+method with *its own passes* is a function of an `Ask`: the model, the images and one class for each. A method that
+*ablates* scores variants of the images; its function takes an `Ask` with all classes at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from patchlight.evidence.runner import WHOLE, Course, LayerJob
 Level = Literal["token", "pixel"]
 """The resolution of a map: one value for each patch token, or for each pixel."""
 Reads = frozenset[tuple[str, int]]
-"""Parts of the evidence by letter and block, as ("y", 3)."""
+"""Parts of the evidence by letter and block, such as ("y", 3)."""
 GROUPS: Mapping[str, str] = {
     "attention": "attention eclip legrad tokentm transition",
     "gradients": "dave gradients",
@@ -58,11 +58,11 @@ class LayerMaps:
     """The layer maps of one class, as compositions read them.
 
     `values` by block: vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`; `pool` [B,N] is how the
-    classifier reads the last tokens; `end` has the bias terms behind the last block.
+    classifier reads the last tokens; `end` has the bias terms after the last block.
 
-    In a hierarchical model the blocks of each stage have their own N. A row over the tokens that enter block l + 1
-    is one over those that leave block l by `merged`, and a composition gives values of the tokens that enter block 0,
-    by `lifted`: a merged token's share goes to its children alike.
+    In a hierarchical model the blocks of each stage have their own N. `merged` turns a row over the tokens that enter
+    block l + 1 into one over those that leave block l; `lifted` turns values into those of the tokens that enter block
+    0. A merged token's share is split equally among its children.
     """
 
     values: Mapping[int, Any]
@@ -70,25 +70,25 @@ class LayerMaps:
     pool: Tensor
     end: EndBias = field(default_factory=EndBias)
     base: Callable[[LayerMaps, int], Tensor] | None = None
-    """The method's own map restricted to the blocks from one on, where it has such a start."""
+    """The method's map restricted to the blocks from one on, if it has a start."""
 
     def merged(self, row: Tensor, layer: int) -> Tensor:
-        """A row over the tokens that enter block `layer` as one over those that leave the block before it."""
+        """Turn a row over the tokens that enter block `layer` into one over those that leave the block before it."""
         merging = self.vit.merging(layer)
         return row if merging is None else merging.pull(row)
 
     def lifted(self, values: Tensor, layer: int) -> Tensor:
-        """Values [B,N] of the tokens entering block `layer` as values of those entering block 0; their sum stays."""
+        """Turn values [B,N] of the tokens entering block `layer` into those of block 0, with the same sum."""
         for index in range(layer, 0, -1):
             values = self.merged(values, index)
         return values
 
     def end_bias(self) -> Tensor | None:
-        """The bias terms of the tokens behind the last block, as values of those that enter block 0."""
+        """The bias terms after the last block, as values of the tokens that enter block 0."""
         return None if self.end.bias is None else self.lifted(self.end.bias, self.vit.depth - 1)
 
     def start_row(self, readout: str = "pooling") -> Tensor:
-        """The row vector a product of matrices begins with: the classifier's own, the CLS, or a mean row."""
+        """The row vector that a product of matrices begins with: the classifier's, the CLS row, or a mean row."""
         if readout == "pooling":
             return self.pool
         row = self.pool.new_zeros(self.pool.shape)
@@ -102,7 +102,7 @@ class LayerMaps:
         return row
 
     def vector(self, layer: int, readout: str = "pooling") -> Tensor:
-        """A block's map [B,N], lifted; of a matrix, the row the classifier reads."""
+        """A block's map [B,N], lifted; for a matrix, the row that the classifier reads."""
         value = self.values[layer]
         if not isinstance(value, Matrix):
             raise PatchlightError("these layer maps only sum over tails of the model; use terms='tail'")
@@ -116,10 +116,10 @@ class LayerMaps:
 
 @dataclass(frozen=True)
 class Composition:
-    """How layer maps become one: a function of LayerMaps, and the blocks it reads (`span` of depth and settings).
+    """How layer maps are combined: a function of LayerMaps, and the blocks it reads (`span` of depth and settings).
 
-    `staged`: it reads the blocks' maps by `vector`, or pulls rows by `merged` and `lifted`, so that the stages of a
-    hierarchical model, which have different tokens, may be read.
+    `staged`: it reads the blocks' maps by `vector`, or pulls rows by `merged` and `lifted`, so it works on the stages
+    of a hierarchical model, which have different tokens.
     """
 
     function: Callable[..., Tensor]
@@ -141,11 +141,11 @@ class Composition:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Maps [B,T,h,w], or of one class [B,h,w], with what is known of their sampling.
+    """Maps [B,T,h,w], or of one class [B,h,w], with their sampling error.
 
-    `error` is the standard error of each of their values, NaN where not known, and `samples` [B] how many masks,
-    coalitions or noises each image's map was made of; None where nothing was drawn. `facts` are other numbers that the
-    method reports of each image [B], by name: "masks", how many masks ViT-CX has after clustering.
+    `error` is the standard error of each value, NaN if not known, and `samples` [B] the number of masks, coalitions or
+    noises of each image's map; None if nothing was sampled. `facts` are other numbers that the method reports per image
+    [B], by name, such as "masks", the number of masks of ViT-CX after clustering.
     """
 
     maps: Tensor
@@ -153,11 +153,11 @@ class Estimate:
     samples: Tensor | None = None
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     precision: str = ""
-    """The arithmetic it was computed in; "fp16+tf32" where batches differ."""
+    """The precision it was computed in; "fp16+tf32" if batches differ."""
 
     @staticmethod
     def stacked(parts: Sequence[Estimate]) -> Estimate:
-        """The maps of each class [B,h,w] as those of all [B,T,h,w]."""
+        """Join the maps of each class [B,h,w] to [B,T,h,w]."""
         errors = [part.error for part in parts if part.error is not None]
         return Estimate(
             torch.stack([part.maps for part in parts], 1),
@@ -168,7 +168,7 @@ class Estimate:
 
     @staticmethod
     def concat(parts: Sequence[Estimate]) -> Estimate:
-        """The maps of several batches of images as one."""
+        """Join the maps of several batches of images."""
         errors = [part.error for part in parts if part.error is not None]
         counts = [part.samples for part in parts if part.samples is not None]
         maps, known = torch.cat([part.maps for part in parts]), len(errors) == len(parts)
@@ -178,7 +178,7 @@ class Estimate:
         return Estimate(maps, error, samples, facts, precision)
 
     def select(self, images: Tensor) -> Estimate:
-        """The same of some of the images: their indices, or which of them."""
+        """The estimate of some of the images, by index or by a boolean mask."""
         here, there = images.to(self.maps.device), images.cpu()
         return Estimate(
             self.maps[here],
@@ -199,12 +199,12 @@ def _shared_names(parts: Sequence[Estimate]) -> list[str]:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a method that is no layer map is given: the model, the images, their classes, and a seed.
+    """The input of a method that is not a layer map: the model, the images, their classes, and a seed.
 
-    `layers` are the blocks whose maps are wanted of a method with a composition; `ablation_settings` are chunk,
-    precision and compile of one that ablates; `precision` is that of the passes of one that does not. `shared` is what
-    methods asked together about the same images and classes keep for each other, and `together` what several of them
-    read of the images' own forward.
+    `layers` are the blocks whose maps a method with a composition returns; `ablation_settings` are chunk, precision and
+    compile of a method that ablates; `precision` is that of the passes of one that does not. `shared` is a cache for
+    the methods that explain the same images and classes, and `together` is what several of them read of the images'
+    forward pass.
     """
 
     vit: Anatomy
@@ -221,11 +221,11 @@ class Ask:
 
     @property
     def ablation(self) -> Ablation:
-        """What scores variants of these images."""
+        """The ablation that scores variants of these images."""
         return Ablation(self.vit, self.images, **self.ablation_settings)
 
     def of(self, images: Tensor) -> Ask:
-        """The same about some of the images, by their indices."""
+        """The same for some of the images, by index."""
         return replace(
             self,
             images=self.images[images.to(self.images.device)],
@@ -235,17 +235,17 @@ class Ask:
         )
 
     def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
-        """The score of every variant for every class asked [V,T]."""
+        """The score of every variant for every class [V,T]."""
         return self.ablation.scores(variants, self.targets, self.score)
 
     def generator(self) -> torch.Generator:
-        """A CPU generator for small draws, seeded by the seed alone: one per image, so that a batch equals a loop."""
+        """A CPU generator seeded by the seed alone: the same for each image, so that a batch equals a loop."""
         return torch.Generator().manual_seed(self.seed)
 
     def once(self, name: Hashable, compute: Callable[[], V]) -> V:
-        """What several methods need of the passes they run, computed once for each score, rule and precision.
+        """A result that several methods share, computed once for each score, rule and precision.
 
-        `name` says all else it depends on but the model, the images, the classes and the seed.
+        `name` must identify everything else it depends on, except the model, the images, the classes and the seed.
         """
         key = (name, self.score, self.rule.name, self.precision)
         if key not in self.shared:
@@ -255,7 +255,7 @@ class Ask:
     def forward(self, reads: Reads) -> tuple[Mapping[tuple[str, int], Tensor], Tensor]:
         """Parts of the evidence, by letter and block, of a forward over the images; and their scores [B,T].
 
-        Methods asked together share that forward.
+        Methods that explain the same images share that forward.
         """
         shares = bool(self.together) and reads <= self.together
         wanted = self.together if shares else reads
@@ -274,9 +274,9 @@ class Ask:
         return self.once("forward", run) if shares else run()
 
     def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
-        """A pass over other images, or over tokens that enter block 0, with the same classes and score.
+        """Run a pass over other images, or over tokens that enter block 0, with the same classes and score.
 
-        Either may hold k variants of each image: k batches of B, one after another.
+        Either may contain k variants of each image: k batches of B, one after another.
         """
         images = self.images if images is None else images
         targets = self.targets.repeat(len(images if tokens is None else tokens) // len(self.images))
@@ -286,15 +286,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Method(Entry):
-    """What all kinds of method have.
+    """Fields that all kinds of method have.
 
-    `levels`: resolutions its map can have, the default first. `score`: what it explains by default. `exact`: a batch
-    equals single calls to rounding (else only in rank, since rounding flips a choice or is amplified). `unsigned`: the
-    score's sign does not matter to it. `advice`: why a map is degenerate, known beforehand; `constant`: why it may turn
-    out constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
-    what its maps depend on besides code, settings and model, such as the weights of an explainer, as text.
-    `precision`: what "auto" means on CUDA, the fastest that keeps the order of the patches. `adapts`: the values of
-    settings that follow from the model.
+    `levels`: resolutions of its map, the default first. `score`: what it explains by default. `exact`: a batch equals
+    single calls up to rounding (otherwise only in rank, because rounding flips a choice or is amplified). `unsigned`:
+    the sign of the score does not matter. `advice`: why a map is degenerate, known beforehand; `constant`: why a map
+    may be constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
+    what its maps depend on besides code, settings and model, such as the weights of an explainer, as text. `precision`:
+    the meaning of "auto" on CUDA, the fastest that keeps the order of the patches. `adapts`: the values of settings
+    that follow from the model.
     """
 
     paper: str = field()
@@ -324,7 +324,7 @@ class Method(Entry):
 
     @property
     def composition(self) -> Composition | None:
-        """How its layer maps become one, where it has some."""
+        """How its layer maps are combined, if it has some."""
         return None
 
     def needed(self, settings: Settings) -> frozenset[str]:
@@ -340,24 +340,24 @@ class Method(Entry):
 
 
 PASSES = {"precision": Setting("precision", PassPrecision, "auto", PRECISION)}
-"""The settings of everything that runs passes."""
+"""Settings of everything that runs passes."""
 CAPTURED = {
     "compile": Setting(
         "compile",
         bool,
         False,
-        "Whether the shared pass is captured as a CUDA graph, which pays where small batches of one shape repeat.",
+        "Whether the shared pass is captured as a CUDA graph, which is faster where small batches of one shape repeat.",
     )
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadsBlocks(Method):
-    """What layer maps and methods with passes of their own share.
+    """What layer maps and methods with their own passes share.
 
-    `needs`: the parts of the evidence it reads. `combine`: how its layer maps become one; `matrix`: they are matrices.
-    `composable`: why no other composition may follow its name, where none may; `composed`: defaults that change under
-    one. `features`: it reads the activations of one place, which of a hierarchical model is its feature map.
+    `needs`: the parts of the evidence it reads. `combine`: how its layer maps are combined; `matrix`: they are
+    matrices. `composable`: why no other composition may follow its name, if so; `composed`: defaults that change under
+    one. `features`: it reads the activations of one place, in a hierarchical model its feature map.
     """
 
     needs: Needs = frozenset()
@@ -394,8 +394,8 @@ def _whole(settings: Settings, vit: Anatomy) -> Course:
 class LayerMap(ReadsBlocks):
     """A method inside the pass: a function of the Evidence of one block, and its composition.
 
-    `rule`: the backward rule that is part of it. `adds_end`: the bias terms behind the last block belong to the map.
-    `course`: the pass it is computed in, where that is not the model's own score by its own blocks.
+    `rule`: the backward rule that is part of it. `adds_end`: the bias terms after the last block belong to the map.
+    `course`: the pass it is computed in, if that does not explain the model's own score.
     """
 
     needs: Needs = field()
@@ -417,11 +417,11 @@ class LayerMap(ReadsBlocks):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPasses(ReadsBlocks):
-    """A method that runs passes of its own: a function of an Ask with one class per image, to maps [B,h,w] or Estimate.
+    """A method with its own passes: a function of an Ask with one class per image, to maps [B,h,w] or an Estimate.
 
     With `combine` it returns a Pass with the maps of the blocks `ask.layers`. `ruled`: backward rules apply to its
-    passes; else it has its own. `ignores_class`: every class gets the same map. `every_class`: its function is given
-    all classes at once, and gives [B,T,h,w] without any gradient.
+    passes. `ignores_class`: every class gets the same map. `every_class`: its function takes all classes at once and
+    returns [B,T,h,w], without gradients.
     """
 
     ruled: bool = True
@@ -433,8 +433,8 @@ class OwnPasses(ReadsBlocks):
 class Ablates(Method):
     """A method that scores variants of the images: a function of an Ask with all classes at once.
 
-    It gives maps [B,T,h,w], or an Estimate of such. `reads`: what it reads of the images' own forward by `Ask.forward`,
-    which several such methods then share.
+    It returns maps [B,T,h,w], or an Estimate of them. `reads`: what it reads of the images' forward by `Ask.forward`,
+    which several such methods share.
     """
 
     cost: str = "many forwards"
@@ -464,11 +464,15 @@ def register_composition(
     aliases: tuple[str, ...] = (),
     staged: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Composition]:
-    """Register a function of LayerMaps as a composition that may stand behind a method's name.
+    """Register a function of LayerMaps as a composition that may follow a method's name.
 
-    `span` gives the blocks it reads, from the model's depth and the settings; with `matrices_only` it takes methods
-    whose layer maps are matrices. `staged`: it reads the blocks' maps by `LayerMaps.vector`, or pulls rows by `merged`
-    and `lifted`, and so may be asked of hierarchical models too.
+    Args:
+        name: Name of the composition.
+        span: The blocks it reads, from the model's depth and the settings.
+        matrices_only: Whether the layer maps must be matrices.
+        aliases: Other names.
+        staged: Whether it reads the blocks' maps by `LayerMaps.vector`, or pulls rows by `merged` and `lifted`, so that
+            it works on hierarchical models too.
     """
 
     def register(function: Callable[..., Tensor]) -> Composition:

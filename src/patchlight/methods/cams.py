@@ -1,8 +1,8 @@
 """The CAM family on tokens: channel weights from gradients, applied to the activations of one layer.
 
-All maps are signed and unscaled. The default place is the output of the last block's first norm, prefix tokens left
-out of every mean (the grad-cam library's recommendation); preset `skipplus` and the compositions read block inputs and
-count all tokens, as the SkipPLUS and LibraGrad code does. Other places are the outputs of a block's attention module
+All maps are signed and unscaled. The default place is the output of the last block's first norm, without prefix tokens
+in any mean (the grad-cam library's recommendation); preset `skipplus` and the compositions read block inputs and
+include all tokens, as the SkipPLUS and LibraGrad code does. Other places are the outputs of a block's attention module
 and of the block itself.
 """
 
@@ -53,7 +53,7 @@ _READS: Mapping[Place, tuple[str, str]] = {
     "attention": ("o", "go"),
     "output": ("y", "gy"),
 }
-"""By place, the letters of its activations and of their gradient in `Evidence`."""
+"""Letters of activations and gradient in `Evidence`, by place."""
 _PLACE = re.compile(rf"(?:blocks\[(-?\d+)\])?\.?({'|'.join(_READS)})?")
 NORM1 = "blocks[-1].norm1"
 ATTENTION = "blocks[-1].attention"
@@ -88,13 +88,13 @@ def _forward_needs(settings: Settings) -> frozenset[str]:
 
 
 def no_place(layer: int | str, vit: Anatomy) -> str | None:
-    """Why a model that is not hierarchical does not show the place that `layer` names; None where it does."""
+    """Why a model that is not hierarchical does not have the place that `layer` names; None if it has."""
     reason = unavailable(frozenset(_READS[place(layer)[1]]), vit)
     return None if reason is None else f"{reason}; layer='input' works"
 
 
 def _index(layer: int | str, vit: Anatomy) -> int:
-    """The block that `layer` names; of a hierarchical model, its feature map."""
+    """The block that `layer` names; in a hierarchical model, its feature map."""
     return FEATURES if vit.hierarchical else block_index(place(layer)[0], vit.depth)
 
 
@@ -107,14 +107,14 @@ AT_LAYER = Composition(_at_layer, lambda depth, s: (block_index(place(s["layer"]
 
 
 def degenerate_cam(settings: Settings, vit: Anatomy) -> str | None:
-    """The gradient of patches is exactly zero behind the last attention of a model that reads its class off CLS."""
+    """The gradient of patches is exactly zero after the last attention of a CLS-pooled model."""
     if "start" in settings or vit.hierarchical or settings.get("prefix") == "include":
         return None
     index, kind = place(settings["layer"])
     at_last = kind in ("attention", "output") and block_index(index, vit.depth) == vit.depth - 1
     if at_last and vit.pooling in ("cls", "cls+dist"):
         return (
-            f"no gradient reaches the patches at '{settings['layer']}', since {vit.name} reads its class off prefix "
+            f"no gradient reaches the patches at '{settings['layer']}', because {vit.name} classifies by prefix "
             "tokens; use layer='blocks[-1].norm1' or an earlier block"
         )
     return None
@@ -131,7 +131,7 @@ def activations(b: Evidence, layer: int | str) -> tuple[Tensor, Tensor]:
 
 
 def _kind(b: Evidence, layer: int | str) -> Place:
-    """The place in a block; a hierarchical model's feature map stands for the input of one."""
+    """The place in a block; a hierarchical model's feature map counts as the input of one."""
     return place(layer)[1] if b.depth > 0 else "input"
 
 
@@ -157,7 +157,8 @@ def channel_reads(settings: Settings, vit: Anatomy) -> Reads:
 def feature_maps(ask: Ask, layer: Layer = NORM1) -> tuple[Tensor, Tensor]:
     """The channels at a place on the patch grid [B,D,h,w], and the images' scores [B,T]: 1 forward.
 
-    By default the output of the last block's first norm; of a hierarchical model, that of the stage it is opened at.
+    The default is the output of the last block's first norm; in a hierarchical model, that of the stage it is opened
+    at.
     """
     reads = channel_reads({"layer": layer}, ask.vit)
     values, scores = ask.forward(reads)
@@ -166,14 +167,14 @@ def feature_maps(ask: Ask, layer: Layer = NORM1) -> tuple[Tensor, Tensor]:
 
 
 def counted(values: Tensor, b: Evidence, prefix: Prefix) -> Tensor:
-    """The tokens that enter a channel's mean: patches, or all."""
+    """The tokens in a channel's mean: patches, or all."""
     return values if prefix == "include" else values[:, b.prefix :]
 
 
 def principal(weighted: Tensor, b: Evidence) -> Tensor:
     """Eigen smoothing: the patches' weighted activations [B,N,D], centred, on their first principal axis: [B,N].
 
-    The sign of an axis is free; here the map leans the way of the unsmoothed one. Prefix tokens get 0.
+    The sign of an axis is arbitrary; it is chosen to agree with the unsmoothed map. Prefix tokens get 0.
     """
     z = weighted[:, b.prefix :]
     z = z - z.mean(1, keepdim=True)
@@ -191,7 +192,7 @@ def apply_weights(a: Tensor, weights: Tensor, b: Evidence, eigen: Eigen) -> Tens
 
 
 def degenerate_hirescam(settings: Settings, vit: Anatomy) -> str | None:
-    """HiResCAM at a block's input is IxG there: nothing but rounding at the last block of a CLS-pooled model."""
+    """HiResCAM at a block's input is IxG there: only rounding at the last block of a CLS-pooled model."""
     if "start" in settings or vit.hierarchical:
         return None
     index, kind = place(settings["layer"])
@@ -351,18 +352,9 @@ def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False)
     return principal(weighted, b) if eigen else weighted.sum(-1)
 
 
-@_cam(
-    "layercam",
-    paper="Jiang et al., TIP 2021, on tokens",
-    composed=_AT_INPUT,
-    presets=_PLACES,
-    advice=degenerate_cam,
-)
+@_cam("layercam", paper="Jiang et al., TIP 2021, on tokens", composed=_AT_INPUT, presets=_PLACES, advice=degenerate_cam)
 def layercam(
-    b: Evidence,
-    layer: Layer = NORM1,
-    eigen: Eigen = False,
-    layer_norm: Literal["none", "max", "tanh"] = "none",
+    b: Evidence, layer: Layer = NORM1, eigen: Eigen = False, layer_norm: Literal["none", "max", "tanh"] = "none"
 ) -> Tensor:
     """LayerCAM: activations of one block, weighted by the positive part of their gradients.
 

@@ -1,4 +1,4 @@
-"""Compositions: how the maps of the blocks become one. `.plus`, `.skipplus` and `.rollout` can follow a name."""
+"""Compositions: how the maps of the blocks are combined. `.plus`, `.skipplus` and `.rollout` can follow a name."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ MEAN = Composition(_mean, _from_start)
 
 
 def half(depth: int, start: int | None, rounding: str = "ceil") -> int:
-    """SkipPLUS's first block: m = ceil(L/2), or L//2 as the released code has it, or the block given."""
+    """SkipPLUS's first block: the given block, or m = ceil(L/2), or L//2 as in the released code."""
     if start is not None:
         return block_index(start, depth)
     return math.ceil(depth / 2) if rounding == "ceil" else depth // 2

@@ -1,8 +1,8 @@
 """Norms of forward decompositions: how much of what attention adds to a token comes from each other token.
 
-V[i,j] is the part of token i behind a block's attention that stems from token j before it: sum_h A_h[i,j] w_j^h with
-w_j^h = W_O^h v_j^h, and x_i more where i = j. No [N,N,D] tensor is ever whole: l2 norms are quadratic forms in A, l1
-distances are taken for some to-tokens at a time.
+V[i,j] is the part of token i after a block's attention that comes from token j before it: sum_h A_h[i,j] w_j^h with
+w_j^h = W_O^h v_j^h, plus x_i where i = j. No full [N,N,D] tensor is created: l2 norms are quadratic forms in A, l1
+distances are computed for some rows at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from patchlight.methods.compositions import LAST, ROLLOUT, Readout
 
 FFN = Literal["skip", "norm2"]
 _CHUNK = 32_000_000
-"""Numbers held at once by an l1 distance."""
+"""Numbers in memory at once for an l1 distance."""
 
 
 def _product(
@@ -94,7 +94,7 @@ def l2_norms(b: Evidence, w: Tensor, skip: bool, ffn: Literal["skip", "norm", "n
 
 
 def l1_distances(b: Evidence, w: Tensor, y: Tensor, ffn: FFN) -> Tensor:
-    """||y_i - T_i V[i,j]||_1 [B,N,N] with x_i in V[i,i], some to-tokens i at a time."""
+    """||y_i - T_i V[i,j]||_1 [B,N,N] with x_i in V[i,i], some rows i at a time."""
     B, N, D = b.x.shape
     size = max(1, _CHUNK // (B * N * D))
     result = b.x.new_empty(B, N, N)
@@ -212,8 +212,8 @@ def alti(
     empty = int((total == 0).sum())
     if empty:
         warn(
-            f"alti: {empty} of {total.numel()} tokens of block {b.index} are nearer to no source than to nothing, so "
-            f"their rows are zero; reference='attn_out' with ffn='skip' has the fewest such rows",
+            f"alti: {empty} of {total.numel()} tokens of block {b.index} have no contributing source, so their rows "
+            f"are zero; reference='attn_out' with ffn='skip' has the fewest such rows",
             DegenerateMap,
         )
     return scores / total.where(total > 0, 1.0)

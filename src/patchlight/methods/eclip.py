@@ -1,4 +1,4 @@
-"""Grad-ECLIP: values weighted by their channels' gradients and by how alike query and keys are."""
+"""Grad-ECLIP: values weighted by their channels' gradients and by the similarity of query and keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cosine = Literal["raw", "projected", "none"]
 
 
 def _is_last(settings: Settings, vit: Anatomy) -> bool:
-    """Whether the last block alone is asked for, and no composition."""
+    """Whether only the last block is read, without a composition."""
     return settings.get("layer") in (-1, vit.depth - 1)
 
 
@@ -39,13 +39,13 @@ def _needs(settings: Settings) -> frozenset[str]:
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     last, pooler = _is_last(settings, vit), _course(settings, vit).pooler
     if settings["heads"] == "single" and not last:
-        return "heads='single' is about the last block alone; leave out layer and composition"
+        return "heads='single' applies to the last block only; leave out layer and composition"
     if settings["heads"] == "single" and not vit.reads_first:
-        return f"heads='single' is for a plain ViT that is read at CLS, which {vit.name} is not; heads='model' works"
+        return f"heads='single' needs a plain ViT with CLS pooling, which {vit.name} is not; heads='model' works"
     if settings["cosine"] == "projected" and (pooler or affine(vit.parts(vit.depth - 1).out) is None):
-        return f"{vit.name} shows no output projection of that attention; cosine='raw' works"
+        return f"{vit.name} has no readable output projection of that attention; cosine='raw' works"
     if settings["attention"] == "pooler" and not last:
-        return "the pooler stands behind the last block; leave out layer and composition"
+        return "the pooler follows the last block; leave out layer and composition"
     return no_pooler(settings, vit)
 
 
@@ -79,7 +79,8 @@ def spatial_weights(q: Tensor, k: Tensor, prefix: int) -> Tensor:
     },
     cost="1 forward + 1 backward through the last block",
     constant=(
-        "no patch has a positive gradient there, or all keys lie alike to the query; cosine='none' does without these"
+        "no patch has a positive gradient there, or all keys are equally similar to the query; cosine='none' ignores "
+        "the keys"
     ),
 )
 def grad_eclip(

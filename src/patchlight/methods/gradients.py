@@ -1,4 +1,4 @@
-"""Methods that read the gradients of tokens or pixels: the plain ones, their averages, and FullGrad's bias terms."""
+"""Methods that read the gradients of tokens or pixels: plain gradients, averages, and FullGrad's bias terms."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def ixg(b: Evidence) -> Tensor:
     return token_ixg(b)
 
 
-def _explained(ask: Ask, level: Level) -> Tensor:
-    """What is varied: the images [B,C,H,W], or the tokens x_0 [B,N,D]."""
+def _varied_input(ask: Ask, level: Level) -> Tensor:
+    """The input that is varied: the images [B,C,H,W], or the tokens x_0 [B,N,D]."""
     if level == "pixel":
         return ask.images
     with torch.no_grad(), ask.vit.steady():
@@ -136,7 +136,7 @@ def _weighted_sum(
     reads: LayerJob,
     read: Callable[[Pass], Tensor],
 ) -> Tensor:
-    """sum_k w_k read(a pass over variant k of all images), several variants [k,B,...] a pass, asked for in order.
+    """sum_k w_k read(a pass over variant k of all images), several variants [k,B,...] per pass, requested in order.
 
     Weights [S,n] give S sums.
     """
@@ -210,13 +210,13 @@ def smoothgrad(
         reduce: How channels become one value, as in `grad`.
         level: "pixel": the noise is on the image. "token": it is on the tokens x_0.
     """
-    x = _explained(ask, level)
+    x = _varied_input(ask, level)
     span = x.flatten(1).amax(1) - x.flatten(1).amin(1) if relative else x.new_ones(len(x))
     deviation = sigma * span.reshape(-1, *[1] * (x.ndim - 1))
     generator = torch.Generator(x.device).manual_seed(ask.seed)
 
     def draw() -> Tensor:
-        # float32 whatever the model's precision, and sample by sample, so that a seed means one noise
+        # always float32 and sample by sample, so that a seed fixes the noise
         return torch.randn(x.shape[1:], generator=generator, device=x.device, dtype=torch.float32)
 
     bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
@@ -300,7 +300,7 @@ def ig(
             LibraGrad does (for ixg that has a factor a_k more than the textbook); None: the gradient.
         level: "token": x are the tokens x_0. "pixel": x is the image.
     """
-    x = _explained(ask, level)
+    x = _varied_input(ask, level)
     points, weights = nodes(steps, quadrature)
     span = x - baseline
     alphas = _numbers(points, x).view(-1, *[1] * x.ndim)
@@ -322,7 +322,7 @@ def _averaged_maps(
     request = resolve(integrand).suited(ask.vit)
     if not request.in_pass or request.level != "token" or level != "token":
         raise PatchlightError(
-            f"integrand='{integrand}' cannot be averaged along a path; give a layer map of tokens, as 'ixg'"
+            f"integrand='{integrand}' cannot be averaged along a path; give a layer map of tokens, such as 'ixg'"
         )
     if request.rule.name != "plain":
         ask = replace(ask, rule=request.rule)
@@ -330,7 +330,7 @@ def _averaged_maps(
 
 
 def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
-    """CAT of block `start`, the biases of the blocks from there on, and those behind the last block.
+    """CAT of block `start`, the biases of the blocks from there on, and those after the last block.
 
     Args:
         start: The first block; negative numbers count from the last.

@@ -36,7 +36,7 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     """HSIC_j = sum((H K_j H) * (H L H)) / n [R,cells] of binary masks m [n,cells] and outputs y [R,n], in float64.
 
     K_ab = 1.5 - (m_a - m_b)^2 and L_ab = exp(-(y_a - y_b)^2 / (2 w^2)), w = |median of y|, at least `floor`. H removes
-    what K has of one index alone, so only its product term counts: HSIC_j = 2/n m_j^T (H L H) m_j.
+    the terms of K that depend on one index, so only its product term counts: HSIC_j = 2/n m_j^T (H L H) m_j.
     """
     m, y = masks.double().to(outputs.device), outputs.double()
     m = m - m.mean(0)
@@ -62,7 +62,7 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
         "authors": {"sampler": "lhs", "grid": 7, "samples": 1536},
         "xplique": {"sampler": "sobol", "grid": 8, "samples": 500},
     },
-    constant="the score did not move under any mask",
+    constant="no mask changed the score",
 )
 def hsic(
     ask: Ask,
@@ -87,7 +87,6 @@ def hsic(
         samples: Number of masks.
         grid: Cells along each side of a mask.
         sampler: A Sobol sequence, or a Latin hypercube ("lhs").
-        fill: What hidden cells show.
         floor: Smallest |w|: a median near 0 would make every score unlike every other.
         level: "pixel", or "token": the mean in each patch.
     """

@@ -1,4 +1,4 @@
-"""LeGrad: each block's attention gradient of the block's own score."""
+"""LeGrad: attention gradients of each block's own score."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import MEAN, Readout
 
 Attended = Literal["auto", "block", "pooler"]
-"""Whose attention is read: the block's, that of a pooling by attention, or the latter where there is one."""
+"""Whose attention is read: the block's, that of an attention pooling, or the latter if there is one."""
 
 
 def reads_pooler(settings: Settings, vit: Anatomy) -> bool:
-    """Whether the attention of the model's pooling is read in place of a block's."""
+    """Whether the attention of the model's pooling is read instead of a block's."""
     return settings["attention"] == "pooler" or (settings["attention"] == "auto" and vit.pooling == "map")
 
 
 def no_pooler(settings: Settings, vit: Anatomy) -> str | None:
-    """Why the attention of the pooling cannot be read; None when it can, or is not asked for."""
+    """Why the attention of the pooling cannot be read; None if it can, or is not requested."""
     if settings["attention"] == "pooler" and vit.pooling != "map":
         return f"{vit.name} has {vit.pooling} pooling and no pooler with attention; attention='block' works"
     return None
@@ -50,7 +50,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     refuses=_refuses,
     nonnegative=True,
     precision="full",
-    composable="it is the mean over the blocks already; start= says which",
+    composable="it already is the mean over the blocks; start= selects them",
     cost="1 forward + 1 backward through each block alone",
     presets={"code": {"start": -2}},
     constant="no head's gradient is positive there, so the ReLU leaves nothing",

@@ -27,13 +27,13 @@ def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:
 
 
 def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
-    """Quickshift segments [H,W] of one normalised image [3,H,W], in its own colours: labels from 0 on."""
+    """Quickshift segments [H,W] of one normalised image [3,H,W], in its original colours: labels from 0."""
     try:
         from skimage.segmentation import quickshift
     except ImportError:
         raise missing_extra("the superpixels of 'lime' need", "scikit-image", "lime", "use unit='patch'") from None
     if len(image) != 3:
-        raise PatchlightError(f"superpixels need colours, this model reads {len(image)} channels; use unit='patch'")
+        raise PatchlightError(f"superpixels need colours, but this model reads {len(image)} channels; use unit='patch'")
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))
     picture = (image.double().cpu() * std + mean).clamp(0, 1).movedim(0, -1).numpy()
     labels: Tensor = torch.from_numpy(quickshift(picture, kernel_size=4, max_dist=200, ratio=0.2)).long()
@@ -75,10 +75,7 @@ def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
     stochastic=True,
     cost="samples forwards (2000)",
     quick={"samples": 96},
-    presets={
-        "paper": {"unit": "pixel", "level": "pixel", "samples": 1000},
-        "token": {"unit": "token"},
-    },
+    presets={"paper": {"unit": "pixel", "level": "pixel", "samples": 1000}, "token": {"unit": "token"}},
     refuses=removes_tokens,
 )
 def lime(

@@ -1,4 +1,4 @@
-"""The maps of requests on one batch: one pass for all layer maps of a rule, one call for every other method."""
+"""The maps of requests on one batch: one pass for all layer maps of a rule, one call per other method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from patchlight.methods.requests import Request
 def compute(
     vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int
 ) -> tuple[Targets, list[Tensor]]:
-    """The maps [B,T,h,w] of every request on one batch, and the classes explained."""
+    """The maps [B,T,h,w] of every request on one batch, and the explained classes."""
     targets, found = estimate(vit, batch, requests, targets, seed)
     return targets, [one.maps for one in found]
 
@@ -35,7 +35,7 @@ def compute(
 def estimate(
     vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int = 0
 ) -> tuple[Targets, list[Estimate]]:
-    """The maps [B,T,h,w] of every request, each in its own precision, on one batch (from image `first` on).
+    """The maps [B,T,h,w] of every request, each in its own precision, on one batch (starting at image `first`).
 
     White-box requests are grouped by course, backward rule, score and precision; each group is one forward and one
     backward per class. Requests without a gradient join the first group of their precision.
@@ -44,7 +44,7 @@ def estimate(
     requests = [request.suited(vit) for request in requests]
     for group in _groups(requests):
         members = [requests[i] for i in group]
-        run = _captured if _capturable(members, vit) else _passed
+        run = _run_captured if _capturable(members, vit) else _run_shared_pass
         targets, maps = run(vit, batch, targets, members)
         found.update(zip(group, map(Estimate, maps), strict=True))
     if targets is None:
@@ -57,7 +57,7 @@ def estimate(
         found[i] = replace(found[i], maps=found[i].maps.detach(), precision=request.precision)
     estimates = [found[i] for i in range(len(requests))]
     if _overflows(requests, estimates):
-        vit.overflows = True  # float16 is not tried again, and the maps say so
+        vit.overflows = True  # float16 is not tried again, and the maps record it
         return estimate(vit, batch, requests, given, seed, first)
     for request, dead in zip(requests, in_stacks([one.maps for one in estimates], _constant), strict=True):
         _warn_if_degenerate(request, vit, dead, first)
@@ -65,7 +65,7 @@ def estimate(
 
 
 def in_stacks(maps: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """A function of stacks of maps [n,B,T,h,w], those of one shape at once, as it gives for each map, on the CPU."""
+    """Apply a function to stacks of maps [n,B,T,h,w] of one shape; returns its result per map, on the CPU."""
     alike: dict[Any, list[int]] = {}
     for i, scores in enumerate(maps):
         alike.setdefault((scores.shape, scores.dtype), []).append(i)
@@ -76,10 +76,10 @@ def in_stacks(maps: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> l
     return [there[i] for i in range(len(maps))]
 
 
-def _passed(
+def _run_shared_pass(
     vit: Anatomy, batch: Tensor, targets: Targets | None, requests: Sequence[Request]
 ) -> tuple[Targets, list[Tensor]]:
-    """The maps [B,T,h,w] of requests that share a pass, and the classes explained."""
+    """The maps [B,T,h,w] of requests that share a pass, and the explained classes."""
     rule, score = _rule_and_score(requests)
     jobs = [job(request, vit) for request in requests]
     precision, course = requests[0].precision, requests[0].course
@@ -88,16 +88,16 @@ def _passed(
     return seen.targets if targets is None else targets, maps
 
 
-def _captured(
+def _run_captured(
     vit: Anatomy, batch: Tensor, targets: Targets | None, requests: Sequence[Request]
 ) -> tuple[Targets, list[Tensor]]:
-    """The same from CUDA graphs: one of the forward, where the class is not known yet, and one of the pass.
+    """The same from CUDA graphs: one for the forward, if the class is not known yet, and one for the pass.
 
-    What waits for the host on its way cannot be captured, and is computed step by step.
+    A computation that waits for the host cannot be captured and runs normally.
     """
     precision = requests[0].precision
     for one in (vit.wide(), lowered(vit.wide(), precision, products=True)):
-        one.renew()  # a graph reads their weights, and does not follow the model's itself
+        one.renew()  # a graph reads the weights in place and does not follow the model
 
     def forward(images: Tensor) -> list[Tensor]:
         anything = torch.zeros(len(images), 1, dtype=torch.long, device=images.device)
@@ -106,25 +106,25 @@ def _captured(
     if targets is None:
         logits = captured(vit.net, precision, forward, [batch])
         if logits is None:
-            return _passed(vit, batch, targets, requests)
+            return _run_shared_pass(vit, batch, targets, requests)
         targets = surely_predicted(vit, batch, logits[0], precision)
     several, classes = targets.several, [t for t in (targets.index, targets.against) if t is not None]
 
     def whole(images: Tensor, index: Tensor, against: Tensor | None = None) -> list[Tensor]:
-        return _passed(vit, images, Targets(index, against, several), requests)[1]
+        return _run_shared_pass(vit, images, Targets(index, against, several), requests)[1]
 
     key = (precision, several, *map(_identity, requests))
     found = captured(vit.net, key, whole, [batch, *(t.to(batch.device) for t in classes)])
-    return (targets, found) if found is not None else _passed(vit, batch, targets, requests)
+    return (targets, found) if found is not None else _run_shared_pass(vit, batch, targets, requests)
 
 
 def _capturable(requests: Sequence[Request], vit: Anatomy) -> bool:
-    """Whether a pass may be captured: what a callable makes of the logits may change from call to call."""
+    """Whether a pass may be captured; a callable score may change from call to call."""
     return vit.device.type == "cuda" and all(r.settings["compile"] and not callable(r.score) for r in requests)
 
 
 def _identity(request: Request) -> Hashable:
-    """What a graph of this request depends on. Plain settings are told apart by what they are, others by themselves."""
+    """The key of a request's graph: plain settings by value, others by identity."""
     method, settings = request.method, request.settings
     depends = repr(method.depends(settings)) if method.depends is not None else ""
     values = ((key, v if isinstance(v, Hashable) else repr(v)) for key, v in sorted(settings.items()))
@@ -132,7 +132,7 @@ def _identity(request: Request) -> Hashable:
 
 
 def _overflows(requests: Sequence[Request], found: Sequence[Estimate]) -> bool:
-    """Whether a map that was left to "auto" has lost its numbers in float16."""
+    """Whether a map whose precision was "auto" overflowed in float16."""
     pairs = zip(requests, found, strict=True)
     auto = [e.maps.flatten() for r, e in pairs if r.precision == "fp16" and r.settings.get("precision") == "auto"]
     return bool(auto) and not bool(torch.cat(auto).isfinite().all())
@@ -160,7 +160,7 @@ def _rule_and_score(requests: Sequence[Request]) -> tuple[Rule, Score]:
 
 
 def job(request: Request, vit: Anatomy) -> LayerJob:
-    """What a pass has to compute for a layer map."""
+    """The job of a layer map in a pass."""
     function, own = request.method.function, filter_settings(request.method.function, request.settings)
     layers = (PIXELS,) if request.level == "pixel" else _blocks(request, vit)
     return LayerJob(lambda e: function(e, **own), request.needs, layers, request.method.name)
@@ -189,12 +189,12 @@ def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int 
 
 
 def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
-    """The method's own map restricted to the blocks from one on."""
+    """The method's map restricted to the blocks from one on."""
     own = request.method.composition
     if own is None or "start" not in own.settings:
         return None
     given = filter_settings(own.function, request.settings)
-    # a tail is no sum of tails
+    # a tail is not a sum of tails
     settings = {key: value for key, value in given.items() if key not in ("start", "terms")}
     return lambda maps, start: own.function(maps, start=start, **settings)
 
@@ -206,13 +206,13 @@ def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
 
 
 ByClass = dict[int, dict[Hashable, Any]]
-"""What methods that look at one class keep for each other, by the number of the explained class."""
+"""Caches of methods that explain one class, by the number of the explained class."""
 
 
 def _shared_reads(requests: Sequence[Request], vit: Anatomy) -> Reads:
-    """What the methods that ablate read of the images' own forward, where there are several to share it.
+    """What ablating methods read of the images' forward, if several share it.
 
-    Those that do not read the last block are left out: their forward takes a shortcut there, and rounds differently.
+    Methods that do not read the last block are left out: their forward takes a shortcut there and rounds differently.
     """
     methods = [(r.method, r.settings) for r in requests]
     each = [m.reads(own, vit) for m, own in methods if isinstance(m, Ablates) and m.reads is not None]
@@ -255,12 +255,12 @@ def _call(request: Request, ask: Ask) -> Estimate:
 
 
 def _constant(maps: Tensor) -> Tensor:
-    """Which images [...,B] have a map of one value among theirs [...,B,T,h,w]; one patch alone has no other."""
+    """Which images [...,B] have a constant map among theirs [...,B,T,h,w]; a single patch does not count."""
     return constant(maps.flatten(-2)).any(-1) & (maps.shape[-2:] != (1, 1))
 
 
 def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int) -> None:
-    """Say what is known about its maps beforehand, or which are constant: `dead` [B]."""
+    """Warn about maps that are known to be degenerate, or that are constant: `dead` [B]."""
     advice = request.method.advice
     reason = advice({**request.settings, "rule": request.rule.name}, vit) if advice is not None else None
     if reason is None and bool(dead.any()):

@@ -1,4 +1,4 @@
-"""What the masking methods share: masks made inside the chunk, tokens dropped in unequal numbers, sliding windows."""
+"""Shared by masking methods: masks made inside the chunk, unequal numbers of dropped tokens, sliding windows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from patchlight.methods.base import Ask, Level
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
 Ratios = Annotated[list[Ratio], Field(min_length=1)]
-"""Shares of an image that masks keep."""
+"""Shares of an image that masks show."""
 
 
 @dataclass(frozen=True)
 class MadeMasks:
     """Variant v is image owner[v] where its mask is 1 and the fill where it is 0.
 
-    `make` gives the masks [n,h,w] of a part of the list, of patches or pixels, so that no more of them exist than a
-    chunk holds.
+    `make` creates the masks [n,h,w] of a part of the list, of patches or pixels, so that only those of a chunk exist.
     """
 
     owner: Tensor
@@ -37,7 +36,7 @@ class MadeMasks:
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = self.owner[part].to(images.device)
-        with torch.autocast(images.device.type, enabled=False):  # a mask is as precise as the image
+        with torch.autocast(images.device.type, enabled=False):  # a mask has the precision of the image
             masks = to_pixels(self.make(part)[:, None].to(images), images.shape[-2:], vit.extent, "nearest")
             shown = painted(images, self.fill, owner, masks)
         return vit.embed(shown), None
@@ -49,12 +48,12 @@ def owners(ask: Ask, each: int) -> Tensor:
 
 
 def among(part: slice, each: int, device: torch.device) -> Tensor:
-    """Which of the `each` variants of its image each variant of a part is."""
+    """The index of each variant of a part among the `each` variants of its image."""
     return torch.arange(part.start, part.stop, device=device) % each
 
 
 def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], each: int, fill: Filling) -> Tensor:
-    """Scores [B,each,T] of the same masks over every image; `make` gives the masks [n,h,w] with the indices [n]."""
+    """Scores [B,each,T] of the same masks over every image; `make` creates the masks [n,h,w] with the indices [n]."""
 
     def made(part: slice) -> Tensor:
         return make(among(part, each, ask.images.device))
@@ -91,7 +90,7 @@ def score_patches(ask: Ask, kept: Tensor, unit: Unit, fill: Fill) -> Tensor:
 
 
 def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empty: bool = False) -> Tensor:
-    """Rows of independent parts, each kept with probability p; unless `empty` rows may be, they get one part."""
+    """Rows of independent parts, each kept with probability p; unless `empty`, an empty row gets one part."""
     kept = torch.rand(shape, generator=generator) < p
     one = torch.randint(shape[1], (shape[0],), generator=generator)
     lost = ~kept.any(1) & (not empty)
@@ -100,7 +99,7 @@ def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empt
 
 
 def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that remove tokens where `unit` is "token"."""
+    """The refusal of methods that remove tokens if `unit` is "token"."""
     return vit.can_drop if settings["unit"] == "token" else None
 
 
@@ -112,7 +111,7 @@ def at_level(maps: Tensor, level: Level, ask: Ask) -> Tensor:
 
 
 def sliding(length: int, window: int, stride: int) -> Tensor:
-    """Indicators [n,length] of windows along one axis: every `stride` from 0 on, the last one clipped to fit."""
+    """Indicators [n,length] of windows along one axis: one every `stride` from 0, the last one clipped to fit."""
     begin = torch.arange(0, -(-max(length - window, 0) // stride) + 1) * stride
     at = torch.arange(length)
     return (at >= begin[:, None]) & (at < begin[:, None] + window)

@@ -1,4 +1,4 @@
-"""Occlusion: what the score loses when a window is covered or its tokens are removed."""
+"""Occlusion: the drop of the score when a window is covered or its tokens are removed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def occlusion(
         window: Size of a window in cells of `unit`: rows and columns, or one number for both; None: one patch.
         stride: Step between windows, likewise; None: the window.
         unit: What is hidden: "pixel" or "patch", which show `fill`, or "token": patches whose tokens are removed.
-        fill: What hidden places show.
         level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
     size, one = ask.vit.grid, (1, 1)

@@ -1,4 +1,4 @@
-"""PAMI, the inverse of occlusion: what a part alone says about the class."""
+"""PAMI, the inverse of occlusion: the score of a part alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patchlight.methods.masking import removes_tokens, score_patches, sliding, w
     paper="Shi et al., 2023",
     cost="1 forward per window (121 at 14 x 14 patches)",
     quick={"windows": 2},
-    constant="a window as large as the grid says the same of every patch; use a smaller one",
+    constant="a window as large as the grid gives every patch the same value; use a smaller one",
     presets={"blur": {"fill": "blur-tis"}, "token": {"unit": "token"}},
     refuses=removes_tokens,
 )
@@ -41,7 +41,6 @@ def pami(
         windows: Patches along each side of a window; a list for several sizes.
         stride: Patches from one window to the next.
         unit: Whether patches outside the part show `fill` ("patch") or are removed ("token").
-        fill: What patches outside the part show.
     """
     sizes = [windows] if isinstance(windows, int) else windows
     axes = [tuple(sliding(length, min(size, length), stride) for length in ask.vit.grid) for size in sizes]

@@ -1,4 +1,4 @@
-"""`posterior`: a white-box map is the prior, scored masks are the evidence, the explanation is the posterior mean."""
+"""`posterior`: a white-box map is the prior, scored masks are the evidence, the map is the posterior mean."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from patchlight.methods.tis import activation_points, block_outputs, sampled_sco
 Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
 MaskSource = Literal["activations", "grids", "coalitions"]
 RATIOS = torch.logspace(-1, 2, 25, dtype=torch.float64)
-"""The ratios r = lambda / t that the likelihood weighs, t the mean eigenvalue of Mc^T Mc."""
+"""The ratios r = lambda / t that the likelihood weights, t the mean eigenvalue of Mc^T Mc."""
 TINY = 1e-12
-"""Below this, masks do not differ."""
+"""Masks that differ by less are equal."""
 GRID = 7
 """Cells along each side of a coarse grid."""
 PRIORS = ("fullgrad-plus.libra", "fullgrad-plus", "genatt", "grad")
-"""The priors of "auto", of which the first that works on the model is taken."""
+"""The priors of "auto"; the first that works on the model is used."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Posterior:
     ridges: Tensor
     """lambda [B,R]."""
     basis: Tensor
-    """U [B,N,K]: the directions the masks say something about; `values` are d [B,K]."""
+    """U [B,N,K]: the directions that the masks cover; `values` are d [B,K]."""
     values: Tensor
 
     @cached_property
@@ -59,7 +59,7 @@ class Posterior:
         return (self.weights[..., None] * self.means).sum(1)
 
     def variance(self) -> Tensor:
-        """The variance of each patch's effect [B,T,N]; what no mask tells has the prior's, sigma^2 / lambda."""
+        """The variance of each patch's effect [B,T,N]; that of the prior, sigma^2 / lambda, without evidence."""
         unseen = 1 / self.ridges[..., None]
         known = 1 / (self.values[:, None] + self.ridges[..., None]) - unseen
         inside = (torch.einsum("bnk,brk->brn", self.basis**2, known) + unseen).clamp_min(0)
@@ -72,9 +72,10 @@ def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge:
 
     Masks and scores are centred over the masks. mu = a P with a = max(0, f.w / f.f), f = Mc P, is the prior's mean and
     beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N, r = `ridge`.
-    "likelihood": the values of `RATIOS` weigh as the scores' marginal likelihood, sigma^2 being the best for each.
+    "likelihood": the values of `RATIOS` are weighted by the scores' marginal likelihood, with the best sigma^2 for
+    each.
     """
-    where = torch.device("cpu") if scores.device.type == "mps" else scores.device  # which has no float64
+    where = torch.device("cpu") if scores.device.type == "mps" else scores.device  # MPS has no float64
     masks, scores = masks.to(where).double(), scores.to(where).double()
     m, w = masks - masks.mean(1, keepdim=True), scores - scores.mean(1, keepdim=True)
     mean, free = w.new_zeros(len(w), w.shape[-1], m.shape[-1]), m.shape[1] - 1
@@ -97,15 +98,15 @@ def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge:
 
 
 def _fitting(m: Tensor, w: Tensor, prior: Tensor) -> Tensor:
-    """a [B,T]: what makes of a prior [B,T,N] the scores w [B,V,T], at least 0.
+    """a [B,T]: the factor, at least 0, with which a prior [B,T,N] best fits the scores w [B,V,T].
 
-    A prior that says the same of all masks fits nothing, 0; masks that are all the same leave it as it is, 1.
+    It is 0 for a prior that gives all masks the same value, and 1 if all masks are the same.
     """
     f = m @ prior.mT
     square, size = (f * f).sum(1), (m * m).sum((1, 2))[:, None]
-    told = square > 1e-20 * size * (prior * prior).sum(-1)
-    scale = (f * w).sum(1) / torch.where(told, square, 1)
-    return torch.where(told, scale.clamp_min(0), (size < TINY).to(w))
+    informative = square > 1e-20 * size * (prior * prior).sum(-1)
+    scale = (f * w).sum(1) / torch.where(informative, square, 1)
+    return torch.where(informative, scale.clamp_min(0), (size < TINY).to(w))
 
 
 def _spectrum(m: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,25 +121,25 @@ def _spectrum(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fields(ask: Ask, source: MaskSource, samples: int) -> Tensor:
-    """What masks show the highest places of [B,V,N]: an own list for each image, or the same for all.
+    """Values [B,V,N] whose highest places the masks show, for each image or the same for all.
 
     `activations`: centroids of a k-means of all blocks' outputs (those of `tis`); `grids`: coarse random grids,
-    upsampled; `coalitions`: a random number for each patch.
+    upsampled; `coalitions`: a random number per patch.
     """
     rows, columns = ask.vit.grid
     if source == "activations":
         points = activation_points(ask)
         return kmeans(points, draw_initial(points.shape[1], samples, ask.seed))
     if source == "coalitions":
-        drawn = torch.rand(samples, rows * columns, generator=ask.generator())
+        values = torch.rand(samples, rows * columns, generator=ask.generator())
     else:
         coarse = torch.rand(samples, 1, min(GRID, rows), min(GRID, columns), generator=ask.generator())
-        drawn = at_size(coarse, (rows, columns), (1.0, 1.0), "bilinear").flatten(1)
-    return drawn.to(ask.images.device).expand(len(ask.images), -1, -1)
+        values = at_size(coarse, (rows, columns), (1.0, 1.0), "bilinear").flatten(1)
+    return values.to(ask.images.device).expand(len(ask.images), -1, -1)
 
 
 def prior_map(ask: Ask, prior: str) -> Tensor | None:
-    """The map of another method [B,T,N] of the same images and classes, in patches; None for no prior."""
+    """The map of another method [B,T,N] for the same images and classes, in patches; None for no prior."""
     if prior == "none":
         return None
     score = None if ask.score in ("logit", "probability") else ask.score
@@ -148,7 +149,7 @@ def prior_map(ask: Ask, prior: str) -> Tensor | None:
 
 
 def _chosen_prior(prior: str, vit: Anatomy) -> str:
-    """The first of the priors that works on a model, where none was named."""
+    """The first of the priors that works on a model, if none was named."""
     if prior != "auto":
         return prior
     return next((name for name in PRIORS if refusal(resolve(name).suited(vit), vit) is None), "none")
@@ -164,12 +165,12 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if settings["unit"] == "token" and vit.can_drop is not None:
         return f"{vit.can_drop}; unit='patch' works"
     if settings["masks"] == "activations" and _source("auto", vit) != "activations":
-        return f"the blocks of {vit.name} have no one grid of patches to make masks of; masks='grids' works"
+        return f"the blocks of {vit.name} have no single grid of patches to make masks of; masks='grids' works"
     prior = settings["prior"]
     if prior in ("auto", "none"):
         return None
     if prior.split(".")[0] == "posterior":
-        return "it cannot be its own prior; name a method of one pass, as 'genatt'"
+        return "it cannot be its own prior; name a one-pass method, such as 'genatt'"
     request = resolve(prior).suited(vit)
     reason = refusal(request, vit)
     return None if reason is None else f"its prior '{prior}' does not work here: {reason}"
@@ -230,7 +231,6 @@ def posterior(
             grid of tokens, otherwise grids.
         keep: Share of the patches that a mask shows.
         unit: "token" removes the other patches, "patch" paints them; "auto" removes where the model can.
-        fill: What painted patches show.
         ridge: The ratio r; "likelihood" averages over r from 0.1 to 100, weighted by the marginal likelihood for each
             image and class, which shrinks less and is mostly worse.
     """
@@ -238,7 +238,7 @@ def posterior(
     wide = torch.promote_types(ask.vit.dtype, torch.float32)
     if samples == 0:
         if known is None:
-            raise PatchlightError("samples=0 leaves the prior alone, and prior='none' is none; give one of both")
+            raise PatchlightError("samples=0 with prior='none' leaves no map; give samples or a prior")
         return Estimate(known.unflatten(2, ask.vit.grid).to(wide))
     source = fields(ask, _source(masks, ask.vit), samples)
     removed: Literal["token", "patch"] = "patch" if unit == "patch" or ask.vit.can_drop is not None else "token"

@@ -1,4 +1,4 @@
-"""The random map: the floor every method has to beat."""
+"""The random map: the baseline that every method has to beat."""
 
 from __future__ import annotations
 

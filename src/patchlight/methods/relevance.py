@@ -1,11 +1,10 @@
 """Layer-wise relevance propagation through plain ViTs: LRP, partial LRP and TransAtt.
 
-Relevance is divided by what the forward computed: by sums at skips, by A v and by q k^T, some of which nearly cancel,
-so that on real weights the maps of a float32 forward are arbitrary. The forward is therefore always in float64. What
-the way back does with it (sums of terms of one sign, products with weights) is well conditioned: it is in float64 for
-`precision="full"`, the reference, and else in float32, whose products may round to TF32 on CUDA. Methods based on
-layer-wise relevance propagation may be covered by patents in some places; see to it that your use is allowed where you
-are.
+Relevance is divided by values of the forward: by sums at skips, by A v and by q k^T, some of which nearly cancel, so
+with real weights the maps of a float32 forward are arbitrary. The forward is therefore always in float64. The backward
+pass (sums of terms of one sign, products with weights) is well conditioned: it is in float64 for `precision="full"`,
+the reference, and otherwise in float32, whose products may round to TF32 on CUDA. Methods based on layer-wise relevance
+propagation may be covered by patents in some countries; make sure that your use is allowed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STABILISER = 1e-9
 
 
 def over(a: Tensor, b: Tensor) -> Tensor:
-    """a / (b + 1e-9), whatever the sign of b; 0 where b is 0."""
+    """a / (b + 1e-9), with the stabiliser signed like b; 0 where b is 0."""
     return a / torch.where(b == 0, torch.inf, b + STABILISER)
 
 
@@ -43,14 +42,14 @@ def linear_rule(
     """The alpha = 1 rule of z = W x, biases ignored: only products x_i W_ji > 0 carry relevance.
 
     `ours`: R_i = sum_j (x_i W_ji)^+ R_j / sum_k (x_k W_jk)^+. `orig` has one denominator for positive and one for
-    negative inputs, so that it gives about twice R. z = W x + bias may be given where it is known.
+    negative inputs, so it gives about twice R. z = W x + bias may be given if known.
     """
     if rules == "orig":
         up, down = weight.clamp(min=0), weight.clamp(max=0)
         positive, negative = F.linear(x.clamp(min=0), up), F.linear(x.clamp(max=0), down)
         return torch.where(x > 0, over(R, positive) @ up, over(R, negative) @ down).mul_(x)
-    # 2 sum (xW)^+ = sum |x||W| + W x and 2 W^+ = |W| + W: one product less than with the parts. Where no product is
-    # positive nothing is carried, whatever finite number stands for R over nothing.
+    # 2 sum (xW)^+ = sum |x||W| + W x and 2 W^+ = |W| + W: one product fewer than with the parts. Where no product is
+    # positive, nothing is carried, regardless of the finite value of R over nothing.
     z, size, least = F.linear(x, weight) if z is None else z, weight.abs(), 2 * STABILISER
     offset = weight.new_full(weight.shape[:1], least) if bias is None else least - bias
     positive = F.linear(x.abs(), size, offset).add_(z).clamp_(min=least)
@@ -59,9 +58,9 @@ def linear_rule(
 
 
 def add_rule(a: Tensor, b: Tensor, R: Tensor, rules: Rules, both: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Relevance of the terms of a + b, or of `both` where that is known better: a R / (a + b) and b R / (a + b).
+    """Relevance of the terms of a + b, or of `both` if that is more precise: a R / (a + b) and b R / (a + b).
 
-    `ours` rescales each to its share of |sum r_a| + |sum r_b|, of sum R in all; the sums are over one sample.
+    `ours` rescales each to its share of |sum r_a| + |sum r_b|, of sum R in total; the sums are over one sample.
     """
     share = over(R, a + b if both is None else both)
     ra, rb = a * share, b * share
@@ -74,21 +73,21 @@ def add_rule(a: Tensor, b: Tensor, R: Tensor, rules: Rules, both: Tensor | None 
 
 
 def clone_rule(x: Tensor, R: Tensor) -> Tensor:
-    """Relevance of a tensor that was used several times, from the sum R of what its uses got."""
+    """Relevance of a tensor that is used several times, from the sum R over its uses."""
     return over(R, x).mul_(x)
 
 
 def product_rule(X: Tensor, Y: Tensor, Z: Tensor, R: Tensor, stabiliser: float = STABILISER) -> tuple[Tensor, Tensor]:
     """Relevance of the factors of Z = X Y, half to each: X (S Y^T) / 2 and Y (X^T S) / 2 with S = R / Z.
 
-    Where Z is 0 because a row of X or a column of Y is, that factor gets 0 whatever S is.
+    Where Z is 0 because a row of X or a column of Y is, that factor gets 0.
     """
     share, half = R / (Z + stabiliser), Y / 2
     return (share @ half.transpose(-2, -1)).mul_(X), (X.transpose(-2, -1) @ share).mul_(half)
 
 
 def pixel_rule(images: Tensor, conv: nn.Conv2d, R: Tensor) -> Tensor:
-    """The z^B rule of the patch projection, from R [B,P,D]; its bounds are an image's smallest and largest value."""
+    """The z^B rule of the patch projection, from R [B,P,D]; the bounds are an image's smallest and largest value."""
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     weight = conv.weight.detach().to(images).flatten(1)
     terms = [
@@ -101,11 +100,11 @@ def pixel_rule(images: Tensor, conv: nn.Conv2d, R: Tensor) -> Tensor:
 
 
 class Inside(NamedTuple):
-    """What the way back reads of a block that the tokens x [B,N,D] enter.
+    """What the backward pass reads of a block with input tokens x [B,N,D].
 
-    Of the last block the classifier reads one token, and o [B,H,r,d], attended, u, hidden and added [B,r,D or 4D] have
-    that row alone; elsewhere r = N. attended and added are those before layer scales, hidden that before the
-    activation. qkv [B,N,3D] stays in float64, since q k^T has to be computed in it.
+    The classifier reads one token of the last block, so o [B,H,r,d], attended, u, hidden and added [B,r,D or 4D] have
+    only that row; elsewhere r = N. attended and added are before layer scales, hidden before the activation. qkv
+    [B,N,3D] stays in float64, in which q k^T must be computed.
     """
 
     x: Tensor
@@ -133,12 +132,12 @@ class Attention(NamedTuple):
 
 
 class Block:
-    """A pre-norm block by its parts, with their weights in the type of `like`; the model's own are never touched.
+    """A pre-norm block by its parts, with weights in the type of `like`; the model's weights are not changed.
 
-    It is written out, and not run as the model has it under taps whose backward is relevance: the rules are those of
-    whole maps (an adapter's several products are one), of products before they are scaled, and of skips, which the
-    functions a block calls do not tell apart; what a tap does not know would pass a gradient on in silence, where
-    `Parts` refuses; and the weights of one block at a time, not of the model, are held in float64.
+    It is written out, not run under taps whose backward is relevance, for three reasons. The rules apply to whole maps
+    (an adapter's several products are one), to products before scaling, and to skips, which the functions that a block
+    calls do not distinguish. A tap would silently pass a gradient through unknown operations, where `Parts` refuses.
+    And only the weights of one block at a time are in float64.
     """
 
     def __init__(self, parts: Parts, heads: int, like: Tensor) -> None:
@@ -152,7 +151,7 @@ class Block:
         self.factor = (len(self.qkv.weight) // 3 // heads) ** -0.5
 
     def __call__(self, x: Tensor, rows: int) -> tuple[Inside, Tensor]:
-        """The forward to y [B,r,D]: of all keys and values, and of the first `rows` tokens behind them."""
+        """The forward to y [B,r,D]: all keys and values, and the first `rows` tokens after attention."""
         qkv = self.qkv(self.norm1(x))
         q, k, v = self._split(qkv)
         o = (q[:, :, :rows] * self.factor @ k.mT).softmax(-1) @ v
@@ -163,7 +162,7 @@ class Block:
         return Inside(x, qkv, o, attended, u, hidden, added), u + _scaled(added, self.scale2)
 
     def attention(self, t: Inside) -> Attention:
-        """Queries, keys, values and their products; these are computed in float64 and then rounded."""
+        """Queries, keys, values and their products, computed in float64 and then rounded."""
         q, k, _ = self._split(t.qkv)
         products = (q[:, :, : t.u.shape[1]] * self.factor @ k.mT).to(self.like)
         qkv = t.qkv.to(self.like)
@@ -171,9 +170,9 @@ class Block:
         return Attention(q[:, :, : t.u.shape[1]] * self.factor, k, v, products, products.softmax(-1), qkv)
 
     def gradient(self, t: Inside, s: Attention, g: Tensor, down: bool) -> tuple[Tensor, Tensor]:
-        """From the gradient g of y to G = do v^T, that of A; with `down` to that of x, else of u."""
-        g_hidden = _pulled(self.activation, t.hidden, _scaled(g, self.scale2) @ self.fc2.weight)
-        g = _pulled(self.norm2, t.u, g_hidden @ self.fc1.weight).add_(g)
+        """From the gradient g of y to G = do v^T, that of A; with `down` to that of x, otherwise of u."""
+        g_hidden = _pull_gradient(self.activation, t.hidden, _scaled(g, self.scale2) @ self.fc2.weight)
+        g = _pull_gradient(self.norm2, t.u, g_hidden @ self.fc1.weight).add_(g)
         g_o = (_scaled(g, self.scale1) @ self.out.weight).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         G = g_o @ s.v.mT
         if not down:
@@ -181,16 +180,16 @@ class Block:
         # the sum over j of A_ij G_ij is o_i do_i
         inner = (G - (t.o * g_o).sum(-1, keepdim=True)).mul_(s.A)
         g_qkv = self._joined(inner @ s.k * self.factor, inner.mT @ s.q, s.A.mT @ g_o)
-        g_x = _pulled(self.norm1, t.x, g_qkv @ self.qkv.weight)
+        g_x = _pull_gradient(self.norm1, t.x, g_qkv @ self.qkv.weight)
         g_x[:, : g.shape[1]] += g
         return G, g_x
 
     def relevance(
         self, t: Inside, s: Attention, y: Tensor, R: Tensor, rules: Rules, down: bool
     ) -> tuple[Tensor, Tensor]:
-        """From the relevance R of y to that of A; with `down` to that of x, else of the skip around attention.
+        """From the relevance R of y to that of A; with `down` to that of x, otherwise of the skip around attention.
 
-        Norms, activation, softmax and scales pass it on as it is.
+        Norms, activation, softmax and scales pass it on unchanged.
         """
         Ru, Ra = add_rule(t.u, _scaled(t.added, self.scale2), R, rules, y)
         Rh = linear_rule(self.activation(t.hidden), self.fc2.weight, Ra, rules, t.added, self.fc2.bias)
@@ -231,11 +230,11 @@ class RelevanceStep(NamedTuple):
 
 
 class Relevance:
-    """A float64 forward over `ask.images`; `steps` then walks from the last block down.
+    """A float64 forward over `ask.images`; `steps` then iterates from the last block down.
 
-    With `full` precision the way back is in float64 too, and computes a block once more from the tokens that enter it,
-    in memory of one block. Else it is in float32 and reads what the forward kept of the blocks from `first` on: 60 N D
-    bytes a block and image, 110 MB in all for a ViT-B/16 at 224.
+    With `full` precision the backward pass is in float64 too, and recomputes each block from its input tokens, in the
+    memory of one block. Otherwise it is in float32 and reads what the forward kept of the blocks from `first` on: 60 N
+    D bytes per block and image, 110 MB in total for a ViT-B/16 at 224.
     """
 
     def __init__(self, ask: Ask, rules: Rules, precision: Decided = "full") -> None:
@@ -266,7 +265,7 @@ class Relevance:
         return Block(self.vit.parts(layer), self.vit.heads, like)
 
     def rows(self, layer: int) -> int:
-        """How many of a block's tokens are read behind its attention: of the last block, CLS alone."""
+        """Number of tokens that are read after a block's attention: CLS alone in the last block."""
         return 1 if layer == self.vit.depth - 1 else self.vit.tokens
 
     def start(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -293,7 +292,7 @@ class Relevance:
     def steps(self, R: Tensor, g: Tensor | None, first: int, down: bool = True) -> Iterator[RelevanceStep]:
         """Blocks from the last to `first`; with the gradient g of the last tokens, also G.
 
-        Without `down`, block `first` is left at its attention; its step's R is then that of the skip alone.
+        Without `down`, block `first` ends at its attention, and its R is that of the skip alone.
         """
         R, g, y = R.to(self.like), None if g is None else g.to(self.like), self.last.to(self.like)
         for layer in reversed(range(first, self.vit.depth)):
@@ -332,7 +331,7 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
 
 
-def _pulled(function: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tensor:
+def _pull_gradient(function: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tensor:
     """The gradient of <function(x), g>."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
@@ -340,7 +339,7 @@ def _pulled(function: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Tenso
 
 
 def _patches(conv: nn.Conv2d, images: Tensor) -> Tensor:
-    """What a patch projection multiplies with its flat weights [B,P,C*h*w]; float64 is slow in convolutions on CUDA."""
+    """The patches [B,P,C*h*w] that a projection multiplies; float64 convolutions are slow on CUDA."""
     return F.unfold(images, conv.kernel_size, stride=conv.stride).mT
 
 
@@ -356,20 +355,20 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     for layer in range(vit.depth):
         parts = vit.parts(layer)
         if parts.beyond:
-            return f"the relevance rules know plain ViT blocks, and those of {vit.name} are not: {parts.beyond}"
+            return f"the relevance rules cover plain ViT blocks, and those of {vit.name} are not plain: {parts.beyond}"
         known = isinstance(parts.norm1, nn.LayerNorm) and isinstance(parts.norm2, nn.LayerNorm)
         maps = (parts.out, parts.fc1, parts.fc2)
         if not known or any(affine(p) is None for p in maps) or parts.qkv is None or parts.activation is None:
-            return f"the relevance rules know blocks of layer norms and linear maps, and {vit.name} has others"
+            return f"the relevance rules cover blocks of layer norms and linear maps, and {vit.name} has others"
     if vit.pooling != "cls":
         return f"the relevance rules read one CLS token, and {vit.name} has {vit.pooling} pooling"
     if vit.ends() is None:
-        return f"{vit.name} does more between image and blocks, or blocks and logits, than the relevance rules know"
+        return f"{vit.name} does more between image and blocks, or blocks and logits, than the relevance rules cover"
     return None
 
 
 def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
-    """mean_h ReLU(R_A), times G inside with `gradient`, of the blocks asked for."""
+    """mean_h ReLU(R_A), with `gradient` of R_A * G, for the requested blocks."""
     seen = Relevance(ask, rules, ask.precision)
     logits, scores, R, g = seen.start()
     maps: dict[int, Any] = {}

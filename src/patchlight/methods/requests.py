@@ -1,4 +1,4 @@
-"""From `name[.composition][.rule]` and settings to a request, and whether a model can meet it."""
+"""From `name[.composition][.rule]` and settings to a request, and whether a model supports it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AUTO = ("fullgrad-plus.libra", "decompx.plus", "genatt", "fullgrad-plus", "gradc
 
 @dataclass(frozen=True)
 class Request:
-    """A method as asked: name, composition, rule and settings resolved; `label` is what the result is called."""
+    """A method with name, composition, rule and settings resolved; `label` is the name of the result."""
 
     label: str
     name: str
@@ -45,21 +45,21 @@ class Request:
     settings: dict[str, Any]
     score: Score
     chosen_score: bool = True
-    """Whether the user chose the score; else it is the method's own."""
+    """Whether the user chose the score; otherwise it is the method's default."""
     precision: Decided = "full"
-    """What the setting comes to on a model: `auto` is decided."""
+    """The precision on the model, with `auto` resolved."""
     course: Course = WHOLE
-    """What the pass it is computed in explains."""
+    """The pass it is computed in."""
     choices: tuple[Request, ...] = field(default=(), repr=False)
     """What "auto" chooses from once the model is known."""
     resolved_for: tuple[Anatomy, bool] | None = field(default=None, repr=False, compare=False)
-    """The model that settings, score, precision and course were decided for, and whether float16 overflows there."""
+    """The model that all of this was resolved for, and whether float16 overflows there."""
 
     def suited(self, vit: Anatomy) -> Request:
-        """The same for a model: settings that follow from the model get their value, precision and course are decided.
+        """The request for a model: settings that follow from the model, precision and course are resolved.
 
-        Where it has no probabilities, a method that would explain one explains the logit. A request that was suited
-        to the model already is returned as it is.
+        If the model has no probabilities, a method that explains one by default explains the logit. A request that is
+        already suited to the model is returned unchanged.
         """
         now = (vit, vit.overflows)
         if self.resolved_for is not None and self.resolved_for[0] is vit and self.resolved_for[1] == vit.overflows:
@@ -97,7 +97,7 @@ class Request:
 
     @property
     def backward(self) -> bool:
-        """Whether it reads a gradient there."""
+        """Whether it reads a gradient."""
         return bool(self.needs & BACKWARD)
 
     @property
@@ -112,21 +112,24 @@ class Request:
 def _precision(method: Method, settings: Settings, vit: Anatomy) -> Decided:
     auto = "tf32" if vit.overflows and method.precision == "fp16" else method.precision
     found = chosen(settings.get("precision", "full"), vit.device, vit.dtype, auto)
-    relevance = isinstance(method, OwnPasses) and not method.ruled  # float32 is the least it goes back in
+    relevance = isinstance(method, OwnPasses) and not method.ruled  # the backward pass needs at least float32
     return "tf32" if relevance and found in HALF else found
 
 
 def resolve(
     label: str, settings: Settings | None = None, score: Score | None = None, options: Sequence[str] = ()
 ) -> Request:
-    """Read a method's name and settings, or say what is wrong with them.
+    """Read a method's name and settings.
 
     Args:
-        label: What the result is called, and the method's name unless a setting `method` has it. "auto" is the first of
-            `AUTO` that takes the settings and works on the model; `Request.suited` chooses it.
+        label: Name of the result, and of the method unless there is a setting `method`. "auto" is the first of `AUTO`
+            that takes the settings and works on the model; `Request.suited` chooses it.
         settings: The method's settings; `method`, `preset` and `score` may be among them.
         score: The number to explain; None: the method's default.
         options: Keywords of the caller. A wrong setting may be a misspelling of one.
+
+    Raises:
+        PatchlightError: The name or a setting is wrong; the message suggests what was meant.
     """
     given = dict(settings or {})
     asked = str(given.pop("method", label))
@@ -134,11 +137,11 @@ def resolve(
     if base == "auto":
         return _resolve_auto(label, asked, given, score, options)
     if base not in METHODS and (base in COMPOSITIONS or (base in RULES and base != "plain")):
-        raise PatchlightError(f"'{base}' is no method but follows one, as in 'ixg.{base}'")
+        raise PatchlightError(f"'{base}' is not a method; it follows one, as in 'ixg.{base}'")
     method = METHODS.find(base)
-    composed, ruled = _behind(asked, words)
-    rule = _rule(method, ruled)
-    composition = method.composition if composed is None else _composed(method, composed)
+    composed, ruled = _split_words(asked, words)
+    rule = _find_rule(method, ruled)
+    composition = method.composition if composed is None else _find_composition(method, composed)
     name = ".".join([method.name, *(word for word in (composed, ruled) if word is not None)])
     start = method.composed if isinstance(method, ReadsBlocks) and composed is not None else {}
     known = method.settings(composition)
@@ -174,8 +177,8 @@ def _resolve_auto(label: str, asked: str, settings: Settings, score: Score | Non
     return replace(choices[0], label=label, name="auto", choices=tuple(choices))
 
 
-def _behind(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
-    """The composition and the rule that stand behind a name."""
+def _split_words(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
+    """The composition and the rule that follow a name."""
     composed: str | None = None
     ruled: str | None = None
     for word in words:
@@ -194,12 +197,12 @@ def _behind(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
     return composed, ruled
 
 
-def _rule(method: Method, ruled: str | None) -> Rule:
+def _find_rule(method: Method, ruled: str | None) -> Rule:
     own = method.rule if isinstance(method, LayerMap) else "plain"
     if ruled is None:
         return RULES[own]
     if isinstance(method, OwnPasses) and not method.ruled:
-        raise PatchlightError(f"'{method.name}' has relevance rules of its own; '{ruled}' cannot replace them")
+        raise PatchlightError(f"'{method.name}' has its own relevance rules; '{ruled}' cannot replace them")
     if isinstance(method, Ablates) or method.ignores_class or _without_gradient(method):
         raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
     if own not in ("plain", ruled):
@@ -211,7 +214,7 @@ def _without_gradient(method: Method) -> bool:
     return isinstance(method, OwnPasses) and method.every_class
 
 
-def _composed(method: Method, word: str) -> Composition:
+def _find_composition(method: Method, word: str) -> Composition:
     composition = COMPOSITIONS[word]
     if isinstance(method, ReadsBlocks) and method.composable is not None:
         raise PatchlightError(f"'{method.name}' cannot be followed by '.{word}': {method.composable}")
@@ -223,17 +226,17 @@ def _composed(method: Method, word: str) -> Composition:
 
 
 def _check_pixels(name: str, composed: str | None, given: Settings) -> None:
-    """A layer map at level="pixel" is that of the image itself, so nothing about blocks can be asked."""
+    """Refuse settings about blocks at level="pixel", where a layer map is that of the image itself."""
     if composed is not None:
-        raise PatchlightError(f"'{name}' sums over blocks, and level='pixel' has none; leave out level or the sum")
+        raise PatchlightError(f"'{name}' sums over blocks, but level='pixel' has no blocks; leave out level or the sum")
     if "start" in given:
         raise PatchlightError(
-            f"'{name}' explains the image itself at level='pixel', so start={given['start']} means nothing"
+            f"'{name}' explains the image itself at level='pixel', so start={given['start']} does not apply"
         )
 
 
 def refusal(request: Request, vit: Anatomy) -> str | None:
-    """Why this model cannot be explained with this method; None when it can."""
+    """Why this model cannot be explained with this method; None if it can."""
     request = request.suited(vit) if request.choices else request
     method, needs = request.method, request.needs
     unscored = _no_score(request, vit)
@@ -243,7 +246,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return _no_feature_map(request, method, vit)
     if vit.depth == 0 and _reads_blocks(request):
         instead = "; level='pixel' works" if "pixel" in method.levels and request.in_pass else ""
-        return f"it reads single transformer blocks, and {vit.name} is opened as a feature map with none{instead}"
+        return f"it reads single transformer blocks, and {vit.name} is opened as a feature map without blocks{instead}"
     if vit.hierarchical and _reads_blocks(request):
         several = _one_grid(request, method, vit)
         if several is not None:
@@ -263,7 +266,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
 
 
 def unavailable(needs: AbstractSet[str], vit: Anatomy) -> str | None:
-    """Why tokens inside the blocks (`n`, `o`, `u` of `Evidence`) cannot be read; None where they can."""
+    """Why tokens inside the blocks (`n`, `o`, `u` of `Evidence`) cannot be read; None if they can."""
     parts = vit.parts(0)
     beyond = f": {parts.beyond}" if parts.beyond else ""
     if needs & {"n", "gn"} and parts.norm1 is None:
@@ -271,12 +274,12 @@ def unavailable(needs: AbstractSet[str], vit: Anatomy) -> str | None:
     if needs & {"o", "go"} and parts.out is None:
         return f"the output of the attention modules of {vit.name} is not available{beyond}"
     if "u" in needs and parts.norm2 is None:
-        return f"the tokens between attention and MLP are not to be seen in {vit.name}{beyond}"
+        return f"the tokens between attention and MLP are not available in {vit.name}{beyond}"
     return None
 
 
 def _no_score(request: Request, vit: Anatomy) -> str | None:
-    """Why the number to be explained does not exist; None where it does."""
+    """Why the number to explain does not exist; None if it does."""
     if request.score == "probability" and request.chosen_score:
         reason = vit.outputs.no_probability(vit.classes)
         return None if reason is None else f"{vit.name} has no probabilities: {reason}; score='logit' works"
@@ -286,11 +289,11 @@ def _no_score(request: Request, vit: Anatomy) -> str | None:
 
 
 def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str | None:
-    """Why a hierarchical model's one feature map does not serve a request that reads one."""
+    """Why a request cannot use the single feature map of a hierarchical model; None if it can."""
     if request.composition is not method.combine:
         return f"it reads one feature map of {vit.name} and no blocks to sum over; '{method.name}' works"
     if request.rule.name != "plain" and vit.depth == 0:
-        return f"backward rules are for blocks that can be looked into, and {vit.name} has none; '{method.name}' works"
+        return f"backward rules need readable blocks, and {vit.name} has none; '{method.name}' works"
     if request.settings["layer"] != method.settings(method.combine)["layer"].default:
         return (
             f"it reads the feature map of {vit.name} and has no blocks to name as a layer; load it with another stage, "
@@ -300,37 +303,37 @@ def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str 
 
 
 def _one_grid(request: Request, method: Method, vit: Anatomy) -> str | None:
-    """Why a method that reads blocks cannot read those of a hierarchical model; None when it can."""
+    """Why a method that reads blocks cannot read those of a hierarchical model; None if it can."""
     if "v" in request.needs:
         return f"it reads the values of all tokens together, and attention of {vit.name} is between some of them"
     composition = request.composition
     one = bool(request.needs & {"A", "G"}) if composition is None else not composition.staged
     if one:
-        return f"it puts together maps over one grid of tokens, and the stages of {vit.name} have several"
+        return f"it combines maps over one grid of tokens, and the stages of {vit.name} have several grids"
     return None
 
 
 def _reads_blocks(request: Request) -> bool:
-    """Whether a method looks inside the model; one that scores variants says so itself, in `refuses`."""
+    """Whether a method reads blocks; methods that score variants check this in `refuses`."""
     method = request.method
     inside = request.in_pass or (isinstance(method, OwnPasses) and not method.ignores_class)
     return inside and (request.level == "token" or (isinstance(method, OwnPasses) and not method.ruled))
 
 
 def check_supported(request: Request, vit: Anatomy) -> None:
-    """Raise Unsupported, naming methods that do work, where a model lacks what a method needs."""
+    """Raise Unsupported, with a list of methods that work, if a model lacks what a method needs."""
     reason = refusal(request, vit)
     if reason is not None:
         others = [m.name for m in list_methods(vit) if m.supported]
-        if request.name in others:  # it is the settings that do not
+        if request.name in others:  # only these settings do not work
             raise Unsupported(f"'{request.name}' does not work with these settings: {reason}")
         raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
 
 
 def check_contrast(request: Request, targets: Targets | None, vit: Anatomy) -> None:
-    """Raise Unsupported where a method that ignores the class is to show one class against another.
+    """Raise Unsupported if a method that ignores the class is used for one class against another.
 
-    The random baseline may: it is what other methods are compared with.
+    The random baseline is allowed, because other methods are compared with it.
     """
     request = request.suited(vit)
     if targets is None or targets.against is None or not request.ignores_class or request.name == "random":
@@ -344,7 +347,7 @@ def check_contrast(request: Request, targets: Targets | None, vit: Anatomy) -> N
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A line of the method table; `supported` and `reason` are about one model, where one was given."""
+    """A row of the method table; `supported` and `reason` refer to the model, if one was given."""
 
     name: str
     aliases: tuple[str, ...]
@@ -354,9 +357,9 @@ class MethodInfo:
     group: str
     """One of `patchlight.methods.base.GROUPS`."""
     settings: dict[str, str]
-    """By name, type and default."""
+    """Type and default, by name."""
     setting_texts: dict[str, str]
-    """By name, what the setting does."""
+    """What each setting does, by name."""
     supported: bool | None = None
     reason: str = ""
 

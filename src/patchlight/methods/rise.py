@@ -1,4 +1,4 @@
-"""RISE: random masks, each weighted by the score of the image seen through it."""
+"""RISE: random masks, each weighted by the score of the masked image."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 @dataclass(frozen=True)
 class RandomGrids:
-    """Masks in the small: binary grids [N,s,s], where each is cropped from its upsampled canvas, and the image size.
+    """Random masks in compact form: binary grids [N,s,s], their crop offsets, and the image size.
 
-    A mask is Y[a] g X[b]^T with Y[a] [H,s] the rows of the upsampling matrix from a on, so neither scoring nor
-    summing ever holds N masks.
+    A mask is Y[a] g X[b]^T with Y[a] [H,s] the rows of the upsampling matrix from a on, so neither scoring nor summing
+    needs all N masks at once.
     """
 
     grids: Tensor
@@ -50,7 +50,7 @@ class RandomGrids:
     def weighted(self, scores: Tensor) -> Tensor:
         """sum_i scores[...,i] M_i: [...,N] to [...,H,W].
 
-        RandomGrids of one shift are summed first; upsampling is linear.
+        Grids with the same shift are summed first, because upsampling is linear.
         """
         y, x = self.axes
         flat, shifts = scores.flatten(0, -2), torch.arange(len(y) * len(x), device=scores.device)
@@ -66,7 +66,7 @@ class RandomGrids:
 def upsampling(cells: int, size: int) -> Tensor:
     """The bilinear upsampling of s cells to a canvas of (s + 1) ceil(size / s), cropped at every shift: [cell,size,s].
 
-    Pixel centres are aligned; beyond the outermost cell centres the grid is mirrored there, not held constant.
+    Pixel centres are aligned; beyond the outermost cell centres the grid is mirrored, not constant.
     """
     cell = -(-size // cells)
     canvas = (cells + 1) * cell
@@ -124,7 +124,6 @@ def rise(
         normaliser: "expected" divides by N p. "empirical" divides by sum_i M_i(x), which removes the masks' uneven
             coverage at the borders.
         unit: "pixel": masks as above. "patch" samples the patches independently, and "token" removes their tokens.
-        fill: What masked pixels show.
         level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
     rows, columns = ask.vit.grid

@@ -1,6 +1,6 @@
-"""Methods that draw: masks scored in rounds until the order is stable, and a standard error for every value.
+"""Sampling: masks are scored in rounds until the order is stable, with a standard error per value.
 
-A round doubles the masks. The error is a jackknife: what the map becomes when each of 16 groups of masks is left out.
+Each round doubles the masks. The error is a jackknife over 16 groups of masks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Tolerance = Annotated[
 ]
 GROUPS = 16
 FIRST = 32
-"""Masks of the first round, or somewhat more."""
+"""Masks of the first round, at least."""
 
 
 def rounds(samples: int, tolerance: float | None, first: int = FIRST) -> list[slice]:
-    """The masks of each round, each as many as all before it; without a tolerance all at once.
+    """The masks of each round, as many as in all rounds before; without a tolerance all at once.
 
     >>> [part.stop for part in rounds(1024, 0.05)]
     [32, 64, 128, 256, 512, 1024]
@@ -52,8 +52,8 @@ def in_rounds(
 ) -> Estimate:
     """The maps [B,T,h,w] of every image, from as many of its `samples` masks as its order needs.
 
-    `score(images, part)` scores a part of the masks of some images [b,n,T]; `estimate(images, scores)` makes maps of
-    all that were scored. An image whose order is stable for every class leaves the rounds, whatever others still do.
+    `score(images, part)` scores a part of the masks of some images [b,n,T]; `estimate(images, scores)` turns all scores
+    so far into maps. An image whose order is stable for every class stops, independently of the others.
     """
     images, scores, before = torch.arange(len(ask.images)), torch.empty(0), torch.empty(0)
     done: list[tuple[Tensor, Estimate]] = []
@@ -75,18 +75,17 @@ def in_rounds(
 
 
 def stability(before: Tensor, now: Tensor) -> Tensor:
-    """The rank correlation of maps [b,T,h,w] with those of the round before, of the class where it is lowest [b]."""
+    """The rank correlation of maps [b,T,h,w] with those of the round before, for the class where it is lowest [b]."""
     cells = now[0, 0].numel()
     before, now = (maps.cpu() if maps.device.type == "mps" else maps for maps in (before, now))  # ranks are in float64
     return spearman(before.reshape(-1, cells), now.reshape(-1, cells)).view(now.shape[:2]).amin(1)
 
 
 def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: int = 1) -> Estimate:
-    """Maps fit(weights) of n masks that weigh 1 each, with the jackknife's error.
+    """Maps fit(weights) of n masks of weight 1, with the jackknife's error.
 
-    Mask k belongs to group k mod 16, or with `together` successive ones to the same group, where they are not
-    independent. With m_g the map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean of them)^2. The error of
-    fewer than two groups is not known: NaN.
+    Mask k belongs to group k mod 16; `together` successive masks that are not independent share a group. With m_g the
+    map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean of them)^2. With fewer than two groups it is NaN.
     """
     groups = min(GROUPS, -(-n // together))
     of = torch.arange(n, device=like.device) // together % max(groups, 1)
@@ -95,7 +94,7 @@ def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: i
 
 
 def spread(whole: Tensor, left_out: Iterable[Tensor], groups: int) -> Tensor:
-    """The jackknife's error of a map, from what it becomes without each of its groups."""
+    """The jackknife's error of a map, from the maps without each of its groups."""
     if groups < 2:
         return torch.full_like(whole, torch.nan)
     total, square = torch.zeros_like(whole), torch.zeros_like(whole)

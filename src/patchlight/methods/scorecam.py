@@ -1,4 +1,4 @@
-"""Score-CAM on tokens: channels weighted by the score of the image seen through each."""
+"""Score-CAM on tokens: channels weighted by the score of the image masked by each."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ def refuses(settings: Settings, vit: Anatomy) -> str | None:
     refuses=refuses,
     reads=channel_reads,
     constant="ReLU leaves nothing of a negative map; use relu=False",
-    presets={
-        "paper": {"relu": True},
-        "jacobgil": {},
-        "vit-cx": {"weighting": "score", "score": "probability"},
-    },
+    presets={"paper": {"relu": True}, "jacobgil": {}, "vit-cx": {"weighting": "score", "score": "probability"}},
 )
 def score_cam(
     ask: Ask,
@@ -52,7 +48,6 @@ def score_cam(
     Args:
         weighting: "softmax" is the formula above. "score": sum_k f(X * H_k) H_k, as ViT-CX describes it.
         relu: Keeps the positive part of the map, which can be empty, because a ViT's activations are signed.
-        fill: What masked pixels show.
     """
     maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)

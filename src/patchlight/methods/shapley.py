@@ -21,9 +21,9 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 @dataclass(frozen=True)
 class PaddedSubsets(TokenSubsets):
-    """Subsets of unequal size in one list: of keep[v] [V,k] the first size[v] are members, the others hidden as keys.
+    """Subsets of unequal size in one list: the first size[v] of keep[v] [V,k] are members, the others hidden as keys.
 
-    To a classifier that reads prefix tokens alone this is dropping the others.
+    For a classifier that reads only prefix tokens, this is equivalent to dropping the others.
     """
 
     size: Tensor
@@ -39,8 +39,8 @@ class PaddedSubsets(TokenSubsets):
 def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
     """Scores [B,n,T] of every image with only the patches of each coalition z [n,d].
 
-    Tokens are really removed, down to about so many different `lengths`, so that a list is long enough for a batch;
-    what a coalition does not have of its list's length is hidden from attention, which is the same.
+    Tokens are removed down to about `lengths` different sequence lengths, so that each list fills a batch; tokens that
+    a coalition lacks at its list's length are hidden from attention, which is equivalent.
     """
     count, players = len(ask.images), z.shape[1]
     step = max(1, players // lengths)
@@ -63,9 +63,9 @@ def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
 def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | None = None) -> Tensor:
     """The least-squares values phi [d,R] of coalitions z [n,d] whose gains v(z) - v(empty) are [n,R].
 
-    With A = mean z z^T and b = mean z gain: phi = A^-1 b - A^-1 1 (1^T A^-1 b - total) / (1^T A^-1 1), so that
-    sum phi = total [R] = v(full) - v(empty). `weight` [n] weighs the coalitions; sampled ones weigh the same. Fewer
-    coalitions than players leave A singular, and its pseudo-inverse gives the smallest solution. All in float64.
+    With A = mean z z^T and b = mean z gain: phi = A^-1 b - A^-1 1 (1^T A^-1 b - total) / (1^T A^-1 1), so that sum phi
+    = total [R] = v(full) - v(empty). `weight` [n] weighs the coalitions; sampled ones weigh the same. With fewer
+    coalitions than players A is singular, and its pseudo-inverse gives the smallest solution. All in float64.
     """
     z, gain, total = z.double(), gain.double(), total.double()
     share = torch.full_like(z[:, 0], 1 / len(z)) if weight is None else weight.double() / weight.sum()
@@ -83,7 +83,7 @@ def _why_not_drop(vit: Anatomy) -> str | None:
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.grid == (1, 1):
-        return f"{vit.name} has one patch, which has no others to share the score with"
+        return f"{vit.name} has one patch, so there is nothing to share the score among"
     return _why_not_drop(vit) if settings["unit"] == "token" else None
 
 
@@ -91,7 +91,7 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
     players = vit.grid[0] * vit.grid[1]
     if settings["samples"] >= players:
         return None
-    return f"{settings['samples']} coalitions cannot tell {players} patches apart; use samples={10 * players} or more"
+    return f"{settings['samples']} coalitions are too few for {players} patches; use at least samples={10 * players}"
 
 
 @ablates(
@@ -101,10 +101,7 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
     stochastic=True,
     cost="samples (2000) + 2 forwards, of half the tokens on average",
     quick={"samples": 200},
-    presets={
-        "captum": {"samples": 25, "unit": "patch", "fill": "zero"},
-        "xplique": {"samples": 800, "unit": "patch"},
-    },
+    presets={"captum": {"samples": 25, "unit": "patch", "fill": "zero"}, "xplique": {"samples": 800, "unit": "patch"}},
     refuses=_refuses,
     advice=_advice,
 )
@@ -129,7 +126,6 @@ def kernel_shap(
         unit: What happens to the other patches. "token" removes them, and of the empty coalition the prefix tokens
             remain; "patch" paints `fill` in their place. "auto" removes tokens where the model can and its classifier
             reads prefix tokens alone.
-        fill: What painted patches show.
     """
     grid = ask.vit.grid
     z = draw_coalitions(samples, grid[0] * grid[1], ask.generator())

@@ -1,4 +1,4 @@
-"""TIS, Transformer Input Sampling: masks are clusters of the model's own activations, tokens are really removed."""
+"""TIS, Transformer Input Sampling: masks are clusters of the model's activations; tokens are removed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
 def block_outputs(vit: Anatomy) -> Reads:
-    """The tokens that leave every block."""
+    """The output tokens of every block."""
     return Reads(("y", layer) for layer in range(vit.depth))
 
 
 def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
-    """The outputs of every block as points [B,L*D,N] in float32: one per block and channel, its values at the patches.
+    """The outputs of every block as points [B,L*D,N] in float32: one per block and channel, with its values at the
+    patches.
 
-    `standardise` gives each point mean 0 and variance 1, so that a few huge channels do not decide the clusters.
+    `standardise` gives each point mean 0 and variance 1, so that a few huge channels do not dominate the clusters.
     """
     vit = ask.vit
     values, _ = ask.forward(block_outputs(vit))
@@ -39,7 +40,7 @@ def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
 
 
 def ranked_patches(centroids: Tensor) -> Tensor:
-    """The patches in falling order of each centroid [B,K,N]; of equal ones the first comes first."""
+    """The patches in falling order of each centroid [B,K,N]; ties in index order."""
     return centroids.argsort(stable=True, dim=-1, descending=True)
 
 
@@ -70,7 +71,7 @@ def sampled_scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores w [B,V,T] and masks M [B,V,N] of centroids [B,K,N] at every keep ratio, V = K len(keep), by centroid.
 
-    `inverted` scores what is left without M, and w is minus that.
+    `inverted` scores the image without M, and w is minus that score.
     """
     batch, count, patches = centroids.shape
     order = ranked_patches(centroids)
@@ -109,7 +110,7 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     presets={"authors": {"empty": "zero", "iterations": 100, "stretch": True}},
     refuses=_no_dropping,
     reads=lambda settings, vit: block_outputs(vit),
-    constant="every mask scored alike (keep=1 shows all of the image in each); use a smaller keep",
+    constant="every mask had the same score (keep=1 shows the whole image in each); use a smaller keep",
 )
 def tis(
     ask: Ask,

@@ -22,12 +22,12 @@ Steps = Annotated[int, Field(ge=1)]
 
 
 def _first_block(start: int | None, usual: int, depth: int) -> int:
-    """The block given, or the usual one, or the last of a model that is shallower than that."""
+    """The given block, the default one, or the last one of a shallower model."""
     return min(usual, depth - 1) if start is None else block_index(start, depth)
 
 
 def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
-    """The to-tokens the classifier reads: their indices [n], and how much each counts [B,n]."""
+    """The tokens the classifier reads: their indices [n], and the weight of each [B,n]."""
     pool = seen.row(ask.vit)
     weights = LayerMaps({}, ask.vit, pool, seen.end()).start_row(readout)
     rows = (weights != 0).any(0).nonzero().flatten()
@@ -38,7 +38,7 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
     """W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) [B,n,N] at `rows`, alpha from 0 to 1, both included.
 
     The gradient is averaged before the ReLU. Without the integral it is that of the image alone. Only the last block
-    runs with a graph. Methods asked together share it.
+    runs with a graph. Methods that explain the same images share it.
     """
     name = ("feedback", tuple(rows.tolist()), steps if with_integral else None)
     return ask.once(name, lambda: _feedback(ask, rows, steps, with_integral))
@@ -129,7 +129,7 @@ def tam(
 
 
 def head_importance(b: Evidence) -> Tensor:
-    """I_h = mean_ij |A_h^T G_h|, the heads of each image summing to one [B,H]; alike where no head has a gradient."""
+    """I_h = mean_ij |A_h^T G_h|, normalised over the heads of each image [B,H]; uniform if no head has a gradient."""
     raw = (b.A.transpose(-2, -1) @ b.G).abs_().mean((-2, -1))
     total = raw.sum(1, keepdim=True)
     return torch.where(total > 0, raw / total, 1 / raw.shape[1])
@@ -142,7 +142,7 @@ def _by_importance(b: Evidence) -> Tensor:
 
 
 def value_ratio(b: Evidence) -> Tensor:
-    """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: all heads' values, their bias included, the projection's excluded."""
+    """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: all heads' values with their bias, without the projection's bias."""
     image = b.v.transpose(1, 2).flatten(2) @ linear(b.parts.out).weight.T
     ratio: Tensor = image.norm(dim=-1) / b.x.norm(dim=-1).clamp(min=1e-12)
     return ratio
@@ -159,11 +159,7 @@ def value_ratio(b: Evidence) -> Tensor:
     presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
 )
 def bt_h(
-    ask: Ask,
-    start: int | None = None,
-    steps: Steps = 20,
-    with_integral: bool = True,
-    readout: Readout = "pooling",
+    ask: Ask, start: int | None = None, steps: Steps = 20, with_integral: bool = True, readout: Readout = "pooling"
 ) -> Tensor:
     """Attention weighted head by head and accumulated over the blocks, times an integrated gradient.
 
@@ -197,11 +193,7 @@ def bt_h(
     presets={"tis": {"start": 0}, "interpretdl": {"start": 3, "score": "probability"}},
 )
 def bt_t(
-    ask: Ask,
-    start: int | None = None,
-    steps: Steps = 20,
-    with_integral: bool = True,
-    readout: Readout = "pooling",
+    ask: Ask, start: int | None = None, steps: Steps = 20, with_integral: bool = True, readout: Readout = "pooling"
 ) -> Tensor:
     """Attention weighted token by token and accumulated over the blocks, times an integrated gradient.
 

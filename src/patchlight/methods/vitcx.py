@@ -1,4 +1,4 @@
-"""ViT-CX: masks are clusters of feature maps, scored by what they cause beyond the noise that fills their gaps."""
+"""ViT-CX: masks are clusters of feature maps, scored by their effect beyond that of the noise in their gaps."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 Variant = Literal["full", 1, 2, 3, 4, 5]
 Noise = Callable[[Tensor], Tensor]
-"""From indices of draws [n] to standard normal images [n,C,H,W]."""
+"""From indices [n] to standard normal images [n,C,H,W]."""
 Masks = Callable[[Tensor], Tensor]
 """From indices of masks [n] to masks [n,1,H,W]."""
 _BLOCK = 16
-"""Draws of noise made at once."""
+"""Noises made at once."""
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     layer = settings["layer"]
     if vit.hierarchical:
-        told = f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
-        return None if layer == NORM1 or settings["variant"] == 2 else told
+        reason = f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
+        return None if layer == NORM1 or settings["variant"] == 2 else reason
     return None if settings["variant"] == 2 else no_place(layer, vit)
 
 
 def _corners(patches: int, pixels: int) -> Tensor:
-    """The first and last pixel between each two patch centres: a bilinear map takes its extremes there."""
+    """The first and last pixel between every two patch centres, where a bilinear map has its extremes."""
     cell = ((torch.arange(pixels) + 0.5) * patches / pixels - 0.5).floor()
     turns = cell[1:] != cell[:-1]
     ends = torch.ones(1, dtype=torch.bool)
@@ -49,10 +49,10 @@ def _corners(patches: int, pixels: int) -> Tensor:
 
 
 def scaled(maps: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Maps [...,h,w] shifted and scaled so that they reach from 0 to 1 once upsampled to `size`; and their range [...].
+    """Maps [...,h,w] scaled so that they range from 0 to 1 once upsampled to `size`; and their range [...].
 
-    Upsampling keeps constants, so the pixel map's own minimum and range do it at patch resolution. A constant map
-    becomes 0.
+    Upsampling keeps constants, so the minimum and range of the pixel map can be applied at patch resolution. A constant
+    map becomes 0.
     """
     rows, columns = (axis_matrix(p, s)[_corners(p, s)].to(maps) for p, s in zip(maps.shape[-2:], size, strict=True))
     pixels = (rows @ maps @ columns.T).flatten(-2)
@@ -74,17 +74,18 @@ def cosine_distances(masks: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def clusters(distances: Tensor, threshold: float, used: Tensor | None = None) -> Tensor:
-    """Complete linkage of masks, distances [B,D,D]: the cluster of each [B,D], merged while all inside lie closer than
-    `threshold`, numbered in the order of their first members; -1 where not `used` [B,D].
+    """Complete linkage of masks with distances [B,D,D]: the cluster of each mask [B,D], -1 where not `used` [B,D].
+
+    Clusters are merged while all members are closer than `threshold`, and numbered by their first members.
     """
     used = torch.ones(distances.shape[:2], dtype=torch.bool, device=distances.device) if used is None else used
     if distances.device.type == "cuda":
-        return _numbered(_merged(distances, threshold, used), used)
-    leaders = [_linked(d[u][:, u], u, threshold) for d, u in zip(distances, used, strict=True)]
-    return _numbered(torch.stack(leaders), used)
+        return _number_clusters(_merge_nearest(distances, threshold, used), used)
+    leaders = [_link(d[u][:, u], u, threshold) for d, u in zip(distances, used, strict=True)]
+    return _number_clusters(torch.stack(leaders), used)
 
 
-def _linked(distances: Tensor, used: Tensor, threshold: float) -> Tensor:
+def _link(distances: Tensor, used: Tensor, threshold: float) -> Tensor:
     """The first member of each mask's cluster [D], of the used ones, by scipy."""
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
@@ -99,10 +100,10 @@ def _linked(distances: Tensor, used: Tensor, threshold: float) -> Tensor:
     return leader
 
 
-def _merged(distances: Tensor, threshold: float, used: Tensor) -> Tensor:
-    """The first member of each mask's cluster [B,D], all images at once on their device.
+def _merge_nearest(distances: Tensor, threshold: float, used: Tensor) -> Tensor:
+    """The first member of each mask's cluster [B,D], for all images at once on their device.
 
-    Pairs that are each other's nearest are merged together, round after round: for complete linkage this gives the same
+    Pairs that are each other's nearest are merged together, round by round; for complete linkage this gives the same
     clusters as merging the closest pair first.
     """
     batch, count, _ = distances.shape
@@ -121,16 +122,16 @@ def _merged(distances: Tensor, threshold: float, used: Tensor) -> Tensor:
         leader, alive = into.gather(1, leader), alive & ~merged
 
 
-def _numbered(leader: Tensor, used: Tensor) -> Tensor:
+def _number_clusters(leader: Tensor, used: Tensor) -> Tensor:
     """Clusters by number [B,D], from each mask's first member."""
     first = used & (leader == torch.arange(leader.shape[1], device=leader.device))
     return (first.cumsum(1) - 1).gather(1, leader).masked_fill(~used, -1)
 
 
 def draws(ask: Ask) -> Noise:
-    """Standard normal images by index, on the images' device: the same whatever the image and the chunk.
+    """Standard normal images by index, on the images' device: independent of image and chunk.
 
-    They are made in blocks, each with a generator whose own seed comes from the seed.
+    They are made in blocks, each with a generator whose seed is derived from the seed.
     """
     shape, device = ask.images.shape[1:], ask.images.device
 
@@ -172,14 +173,15 @@ def causal_scores(
 ) -> Tensor:
     """s_i = f(X * M_i + e_i) - f(X + e_i) + f(X) [K,T], e_i = (1 - M_i) Z_i, Z_i ~ N(0, sigma^2).
 
-    Mask i is of image owner[i] (images one after another); the noise is counted anew for each. Masks and noise are made
-    inside the chunk; `clean` [B,T] is f(X). Mean over `samples` draws, or a `part` of them: 2 K samples forwards.
+    Mask i belongs to image owner[i] (images one after another); noise indices restart for each image. Masks and noise
+    are made inside the chunk; `clean` [B,T] is f(X). Mean over `samples` noises, or a `part` of them: 2 K samples
+    forwards.
     """
     device = ask.images.device
     place = torch.arange(len(owner)) - torch.searchsorted(owner, owner)
-    drawn = torch.arange(samples)[part or slice(None)]
-    draw = (place[:, None] * samples + drawn).flatten().repeat_interleave(2)
-    mask = torch.arange(len(owner)).repeat_interleave(2 * len(drawn))
+    noises = torch.arange(samples)[part or slice(None)]
+    draw = (place[:, None] * samples + noises).flatten().repeat_interleave(2)
+    mask = torch.arange(len(owner)).repeat_interleave(2 * len(noises))
     index, of = mask.to(device), owner[mask].to(device)
     whole = (torch.arange(len(mask)) % 2 == 1).to(device)[:, None, None, None]
 
@@ -190,7 +192,7 @@ def causal_scores(
             return torch.addcmul(filled, ask.images[of[part]], shown.masked_fill(whole[part], 1))
 
     scores = ask.score_variants(Rendered(owner[mask], render))
-    masked, noisy = scores.view(len(owner), len(drawn), 2, scores.shape[-1]).mean(1).unbind(1)
+    masked, noisy = scores.view(len(owner), len(noises), 2, scores.shape[-1]).mean(1).unbind(1)
     return masked - noisy + clean[owner.to(clean.device)]
 
 
@@ -203,7 +205,7 @@ def upsampled(masks: Tensor, images: Tensor, extent: tuple[int, int] | None = No
 def saliency(scores: Tensor, masks: Tensor, size: tuple[int, int], corrected: bool = True) -> Tensor:
     """W(x) = sum_i s_i M_i(x) / sum_i M_i(x) [T,H,W] of scores [K,T] and masks [K,h,w], 0 where nothing covers x.
 
-    Not `corrected` for coverage: S(x) = sum_i s_i M_i(x). Sums are taken before upsampling, which is linear.
+    Not `corrected` for coverage: S(x) = sum_i s_i M_i(x). Sums are computed before upsampling, which is linear.
     """
     masks = masks.double()
     rows, columns = (axis_matrix(p, s).to(masks) for p, s in zip(masks.shape[-2:], size, strict=True))
@@ -227,7 +229,7 @@ def _covered(total: Tensor, coverage: Tensor) -> Tensor:
     presets={"authors": {}, "paper": {"layer": ATTENTION, "rescale": False}},
     refuses=_refuses,
     reads=channel_reads,
-    constant="one cluster holds every feature map; use a smaller distance",
+    constant="all feature maps are in one cluster; use a smaller distance",
 )
 def vit_cx(
     ask: Ask,
@@ -303,7 +305,7 @@ def vit_cx(
         found = scored(some, shown, owner, clean[images.to(clean.device)], part)
         lists = nn.utils.rnn.pad_sequence(list(found.split([len(m) for m in theirs])), batch_first=True)
         lists = F.pad(lists, (0, 0, 0, most - lists.shape[1])).flatten(1)
-        return lists[:, None].expand(-1, part.stop - part.start, -1)  # the mean of these draws, each counting once
+        return lists[:, None].expand(-1, part.stop - part.start, -1)  # the mean of these noises
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
         means = scores.mean(1).view(len(images), most, ask.targets.count)
@@ -324,8 +326,9 @@ def vit_cx(
 
 
 def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, int], rescale: bool = True) -> Tensor:
-    """One mask for each cluster [K,h,w], images one after another: the sum of its members among masks [B,D,h,w],
-    stretched to [0, 1]; or their mean. `labels` [B,D] are clusters' numbers in each image, -1 for none.
+    """One mask per cluster [K,h,w], images one after another: the stretched sum of its members, or their mean.
+
+    `labels` [B,D] are the cluster numbers of masks [B,D,h,w] in each image, -1 for none.
     """
     counts = labels.amax(1) + 1
     member = (labels + (counts.cumsum(0) - counts)[:, None])[labels >= 0]

@@ -1,4 +1,4 @@
-"""Metrics: is an explanation true? Faithfulness, localisation, robustness, complexity, sanity.
+"""Metrics of explanations: faithfulness, localisation, robustness, complexity, sanity.
 
-`base.py` says what a metric is; each family has a file, which is imported when a metric is first asked for.
+`base.py` defines what a metric is; each family has a module, which is imported when a metric is first needed.
 """

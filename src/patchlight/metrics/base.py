@@ -1,8 +1,7 @@
-"""The registry of metrics, what a metric is given, and what it gives back: a number (and a curve) per image.
+"""The registry of metrics, their input (`Measure`) and their output (`Measured`): a number (and a curve) per image.
 
-A metric is a function of a `Measure`: the model, a batch of images, their maps, the classes asked about, annotations.
-It returns `Measured` values. What it means for a data set is a function of sums over images, so that means, micro
-averages and their bootstrap intervals have one form.
+The number of a data set is a function of sums over images, so means, micro averages and their bootstrap intervals have
+one form.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Measure:
-    """What a metric is given. `maps` [B,h,w] are finite, float32 or wider, on the model's device.
+    """The input of a metric. `maps` [B,h,w] are finite, float32 or wider, on the model's device.
 
-    `targets` are the classes asked about, one per image; `labels` [B] the true ones, -1 where one is not known; `boxes`
-    one [n,4] tensor per image (xmin, ymin, xmax, ymax) and `masks` [B,H,W] (1 object, 0 background, -1 not labelled),
-    both on the canvas the model sees. `method` makes maps of other images, or of another model, as these were made.
+    `targets` are the explained classes, one per image; `labels` [B] the true ones, -1 if not known; `boxes` one [n,4]
+    tensor per image (xmin, ymin, xmax, ymax) and `masks` [B,H,W] (1 object, 0 background, -1 not labelled), both in
+    preprocessed pixels. `method` makes maps of other images, or of another model, as these were made.
     """
 
     vit: Anatomy
@@ -79,15 +78,15 @@ class Measure:
     ablation_settings: Mapping[str, Any] = field(default_factory=dict)
     """`chunk`, `precision` and `compile` of a metric that ablates."""
     shared: dict[Any, Any] = field(default_factory=dict)
-    """What metrics of one call keep for each other."""
+    """A cache for the metrics of one call."""
     clean: dict[Any, Any] = field(default_factory=dict)
-    """What depends on the images alone, and is computed once for the maps of all methods."""
+    """A cache of what depends only on the images, for the maps of all methods."""
     kept: dict[Any, Any] = field(default_factory=dict)
-    """What metrics keep for the batches to come."""
+    """A cache for later batches."""
     current: bool = False
-    """Whether the maps are what `method` makes of these images, classes and seed."""
+    """Whether `method` made the maps, from these images, classes and seed."""
     facts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Numbers that the method reports of each image [B], by name."""
+    """Numbers that the method reports per image [B], by name."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -100,7 +99,7 @@ class Measure:
         return Ablation(self.vit, self.images, fine=True, **self.ablation_settings)
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
-        """`function()`, computed by the first metric that asks for `key`."""
+        """`function()`, computed once per `key`."""
         return _once(self.shared, key, function)
 
     def explain(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
@@ -108,20 +107,20 @@ class Measure:
         return made_by(self.method, vit, images, targets, seed)
 
     def logits(self) -> Tensor:
-        """The clean images' logits [B,C], in the precision the variants are scored in."""
+        """The clean images' logits [B,C], in the precision in which variants are scored."""
         key = ("logits", *sorted(self.ablation_settings.items()))
         logits: Tensor = _once(self.clean, key, lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
         return logits
 
     def of(self, which: TargetClass) -> Targets:
-        """The classes given, the true ones, or the model's own prediction."""
+        """The explained classes, the true ones, or the model's prediction."""
         if which == "label":
             truth = torch.full((len(self.images),), -1) if self.labels is None else self.labels.cpu()
             unknown = truth < 0
-            if bool(unknown.any()) and "told" not in self.kept:
-                self.kept["told"] = True
+            if bool(unknown.any()) and "warned" not in self.kept:
+                self.kept["warned"] = True
                 whose = "the true classes" if bool(unknown.all()) else "the true classes of some images"
-                warn(f"{whose} are not known (give labels=), so the classes explained count as true", UndefinedMetric)
+                warn(f"{whose} are not known (give labels=), so the explained classes count as true", UndefinedMetric)
             if not bool(unknown.all()):
                 return Targets(torch.where(unknown, self.targets.index[:, 0].cpu(), truth)[:, None])
         if which == "prediction":
@@ -207,7 +206,7 @@ def on_grid(maps: Tensor, vit: Anatomy) -> Tensor:
 
 
 def _inside(weights: Tensor) -> Tensor:
-    """For each pixel [P] of an axis, itself, or the pixel at the outermost cell centre where it lies beyond.
+    """For each pixel [P] of an axis, itself, or the pixel at the outermost cell centre if it lies beyond.
 
     `weights` [P,cells] are those of the interpolation.
     """
@@ -232,7 +231,7 @@ def ranked(maps: Tensor, seed: int = 0, reverse_ties: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a metric found on a batch: `values` [B], `curve` [B,P] over `x` [P], and where a value does not exist, why.
+    """The result of a metric on a batch: `values` [B], `curve` [B,P] over `x` [P], and reasons for missing values.
 
     `parts` are per-image columns [B,...] whose sums over images make the data set's number (`Metric.combine`).
     """
@@ -248,11 +247,11 @@ class Measured:
 class Metric(Entry):
     """A registered metric.
 
-    `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `explains`: it explains
-    images itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts`
-    over images; without it, the mean of the values. `words`: by preset, a paper's own words for the values of a
-    setting. `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even where a map
-    has no ties. `refuses`: why a model cannot be measured with these settings.
+    `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `explains`: it explains images
+    itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over
+    images; without it, the mean of the values. `words`: by preset, a paper's words for the values of a setting.
+    `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even if a map has no ties.
+    `refuses`: why a model cannot be measured with these settings.
     """
 
     higher_is_better: bool | Callable[[Settings], bool] = True
@@ -303,8 +302,13 @@ class MetricInfo:
     def cells(self) -> dict[str, str]:
         """The row by column heading."""
         better = "higher" if self.higher_is_better else "lower"
-        told = {"needs": ", ".join(self.needs), "paper": self.paper, "cost": self.cost, "what it says": self.summary}
-        return {"metric": self.name, "better": better, **told, "settings": ", ".join(self.settings)}
+        facts = {
+            "needs": ", ".join(self.needs),
+            "paper": self.paper,
+            "cost": self.cost,
+            "what it measures": self.summary,
+        }
+        return {"metric": self.name, "better": better, **facts, "settings": ", ".join(self.settings)}
 
 
 METRICS: Registry[Metric] = Registry(
@@ -336,8 +340,8 @@ def register_metric(
     """Register a metric: a function of a Measure whose keyword arguments, typed and with defaults, are its settings.
 
     Args:
-        name: What the metric is called.
-        paper: Whose it is.
+        name: Name of the metric.
+        paper: Its source.
         higher_is_better: The direction, or a function of the settings.
         about: Further fields of `Metric`: bounds, aliases, presets, quick, needs, explains, cost, words, combine,
             ablates, stochastic and refuses.
@@ -376,14 +380,14 @@ def list_metrics() -> TableList[MetricInfo]:
 
 @dataclass(frozen=True)
 class MetricRequest:
-    """A metric as asked: entry and settings resolved; `label` is what the result is called."""
+    """A metric with resolved settings; `label` is the name of the result."""
 
     label: str
     metric: Metric
     settings: dict[str, Any]
 
     def suited(self, vit: Anatomy) -> MetricRequest:
-        """The same for a model: `score="auto"` is decided, and what its outputs cannot give is refused."""
+        """The request for a model: `score="auto"` is resolved, and what the model cannot provide is refused."""
         settings = self.settings
         if settings.get("score") == "auto":
             sure = vit.outputs.no_probability(vit.classes) is None
@@ -394,7 +398,7 @@ class MetricRequest:
         return replace(self, settings=settings)
 
     def of(self, given: Measure) -> Measured:
-        """What the metric finds on a batch."""
+        """Measure a batch."""
         ablation = {key: self.settings[key] for key in ABLATION} if self.metric.ablates else {}
         own = {key: value for key, value in self.settings.items() if key not in ablation}
         found: Measured = self.metric.function(replace(given, ablation_settings=ablation), **own)
@@ -402,21 +406,21 @@ class MetricRequest:
 
 
 def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:
-    """Read a metric's name and settings, or say what is wrong with them.
+    """Read a metric's name and settings.
 
-    A setting `metric` names the metric, and `label` is then free: one metric can be asked with several fills.
-    `options` are the caller's own keywords, of which a wrong setting may be a misspelling.
+    With a setting `metric`, `label` is free, so one metric can be used with several fills. `options` are the caller's
+    keywords; a wrong setting may be a misspelling of one.
     """
     given = dict(settings or {})
     entry = METRICS.find(str(given.pop("metric", label)))
     preset = given.pop("preset", None)
     start = entry.preset(preset)
-    said = {key: _said(entry, preset, key, value) for key, value in given.items()}
+    said = {key: _translate(entry, preset, key, value) for key, value in given.items()}
     return MetricRequest(label, entry, resolve_settings(entry.name, entry.settings, start, said, ["preset", *options]))
 
 
-def _said(entry: Metric, preset: Any, key: str, value: Any) -> Any:
-    """What a value means: a paper's own word is one of its preset, and is refused outside it."""
+def _translate(entry: Metric, preset: Any, key: str, value: Any) -> Any:
+    """The meaning of a setting's value: a paper's own word is valid only with its preset."""
     if not isinstance(value, str) or key not in entry.settings:
         return value
     value = entry.words.get(str(preset), {}).get(key, {}).get(value, value)
@@ -424,17 +428,17 @@ def _said(entry: Metric, preset: Any, key: str, value: Any) -> Any:
     if meant and f"'{value}'" not in describe_type(entry.settings[key].kind):
         choices = " or ".join(f"{said!r} (preset '{other}')" for other, said in meant.items())
         raise PatchlightError(
-            f"setting {key}={value!r} of '{entry.name}' is a word of its presets {', '.join(meant)}; without one give "
-            f"{choices}"
+            f"setting {key}={value!r} of '{entry.name}' belongs to its presets {', '.join(meant)}; without a preset "
+            f"give {choices}"
         )
     return value
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A metric's verdict on every image. `values` [B] float64 is NaN where it does not exist, and `reasons` say why.
+    """A metric's value for every image: `values` [B] float64, NaN where undefined, with `reasons`.
 
-    `mean` is the data set's number: the mean of the values that exist, or the metric's own micro average.
+    `mean` is the data set's number: the mean of the defined values, or the metric's micro average.
     """
 
     metric: str
@@ -458,7 +462,7 @@ class Evaluation:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """How many images do not count, by why."""
+        """Number of images without a value, by reason."""
         return {"undefined": len(self) - self.count}
 
     @cached_property
@@ -474,9 +478,9 @@ class Evaluation:
         return self.values.isfinite()
 
     def summed(self, images: Tensor | None = None) -> Tensor:
-        """What is summed to make the data set's number [n,k], of all images or of those at these places.
+        """What is summed to make the data set's number [n,k], of all images or of those at these indices.
 
-        It is 0 where there is no value; in float64, or in float32 where that holds all sums exactly, as of bytes.
+        It is 0 where there is no value; in float64, or in float32 if that represents all sums exactly, as for bytes.
         """
         chosen = slice(None) if images is None else images
         values = self.values[chosen]
@@ -492,7 +496,7 @@ class Evaluation:
         return columns.nan_to_num_().mul_(values.isfinite()[:, None])
 
     def number(self, sums: Tensor) -> Tensor:
-        """The data set's number [S] of sums [S,k] over images of what is `summed`."""
+        """The data set's number [S] from sums [S,k] of `summed` over images."""
         if self.combine is None:
             return sums[:, 1] / sums[:, 0]
         shapes = [part.shape[1:] for part in self.parts.values()]
@@ -504,12 +508,12 @@ class Evaluation:
         return self.number(weights @ self.summed().double())
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """A bootstrap interval of `mean` over images; NaN where fewer than six have a value, too few for one."""
+        """A bootstrap interval of `mean` over images; NaN with fewer than six values."""
         return intervals({"": self}, Resamples(len(self), samples, seed), confidence)[""]
 
     @staticmethod
     def concat(parts: Sequence[Evaluation]) -> Evaluation:
-        """The evaluations of one metric, with the same settings, on several batches of images as one."""
+        """Join the evaluations of one metric, with the same settings, on several batches of images."""
         curves = [part.curve for part in parts if part.curve is not None]
         return replace(
             parts[0],
@@ -526,7 +530,7 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """The mean, its interval, and how many images have no value: "0.412 [0.38, 0.45], 2 undefined"."""
+        """The mean, its interval, and the number of images without a value: "0.412 [0.38, 0.45], 2 undefined"."""
         return summaries({"": self})[""]
 
     def to_frame(self) -> DataFrame:
@@ -539,13 +543,13 @@ class Evaluation:
         return Evaluations({self.metric: self})._repr_html_()
 
     def __repr__(self) -> str:
-        told = "".join(f", {count} {why}" for why, count in self.left_out.items() if count)
+        undefined = "".join(f", {count} {why}" for why, count in self.left_out.items() if count)
         better = "higher" if self.higher_is_better else "lower"
-        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){told}; {better} is better>"
+        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){undefined}; {better} is better>"
 
 
 class Evaluations(dict[str, Any]):
-    """Evaluations by metric, or by method and there by metric where several were asked: a dict that shows itself."""
+    """Evaluations by metric, or by method and metric if there are several methods; a dict that prints as a table."""
 
     def __init__(self, found: Mapping[str, Any], by: Literal["metric", "method"] = "metric") -> None:
         super().__init__(found)
@@ -553,13 +557,13 @@ class Evaluations(dict[str, Any]):
 
     @property
     def table(self) -> dict[str, dict[str, Evaluation]]:
-        """By method and metric; where no methods are told apart, there is one without a name."""
+        """Evaluations by method and metric; without methods, the method is an empty name."""
         if self.by == "metric":
             return {"": dict(self)}
         return {m: {own.metric: own} if isinstance(own, Evaluation) else dict(own) for m, own in self.items()}
 
     def to_frame(self) -> DataFrame:
-        """The tables of all, below each other, with the labels as `method` and `metric`."""
+        """All tables joined, with the labels as `method` and `metric`."""
         parts = []
         for method, own in self.table.items():
             for metric, one in own.items():
@@ -576,7 +580,7 @@ class Evaluations(dict[str, Any]):
 def intervals(
     evaluations: Mapping[K, Evaluation], resamples: Resamples, confidence: float = 0.95
 ) -> dict[K, tuple[float, float]]:
-    """The interval of each of these evaluations of the same images, from the same resamples."""
+    """The interval of each evaluation of the same images, from the same resamples."""
     enough = {key: one for key, one in evaluations.items() if one.count >= FEWEST}
     spread = dict(zip(enough, resamples.numbers([(one, one.exist) for one in enough.values()]), strict=True))
     nothing = (float("nan"), float("nan"))
@@ -586,7 +590,7 @@ def intervals(
 def all_intervals(
     evaluations: Mapping[K, Evaluation], samples: int = 1000, seed: int = 0
 ) -> dict[K, tuple[float, float]]:
-    """The interval of each of these evaluations; those of equally many images share their resamples."""
+    """The interval of each evaluation; those with the same number of images share their resamples."""
     found: dict[K, tuple[float, float]] = {}
     for images in {len(one) for one in evaluations.values()}:
         own = {key: one for key, one in evaluations.items() if len(one) == images}
@@ -595,16 +599,16 @@ def all_intervals(
 
 
 def summaries(evaluations: Mapping[K, Evaluation]) -> dict[K, str]:
-    """Each in a few words: the mean, its interval, and how many images have no value."""
+    """For each evaluation, the mean, its interval, and the number of images without a value."""
     sides = all_intervals(evaluations)
 
-    def told(one: Evaluation, low: float, high: float) -> str:
+    def describe(one: Evaluation, low: float, high: float) -> str:
         if one.count == 0:
             return "no value"
         interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
         return f"{one.mean:.4g}{interval}" + "".join(f", {n} {why}" for why, n in one.left_out.items() if n)
 
-    return {key: told(one, *sides[key]) for key, one in evaluations.items()}
+    return {key: describe(one, *sides[key]) for key, one in evaluations.items()}
 
 
 def evaluations_html(
@@ -613,9 +617,9 @@ def evaluations_html(
     caption: str = "",
     below: str = "",
 ) -> str:
-    """Means with intervals: a row per method and a column per metric; of one metric or no methods, a row for each.
+    """Means with intervals: a row per method and a column per metric; with one metric or no methods, a row for each.
 
-    `marks` say by method and metric what is best, in bold, and what is tied with it.
+    `marks` say by method and metric what is best (bold) and what is tied with it.
     """
     from patchlight.core.drawing.notebook import Html, table_html
 

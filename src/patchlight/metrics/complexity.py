@@ -1,4 +1,4 @@
-"""Complexity and completeness: on how few patches a map rests, and whether its scores add up to what they explain."""
+"""Complexity and completeness: how few patches a map uses, and whether its scores add up to what they explain."""
 
 from __future__ import annotations
 
@@ -80,10 +80,7 @@ def sparseness(
     refuses=unread(lambda settings: settings["score"], "score='logit' works"),
 )
 def completeness_error(
-    ask: Measure,
-    baseline: Fill | None = None,
-    score: ScoreName = "logit",
-    relative: bool = False,
+    ask: Measure, baseline: Fill | None = None, score: ScoreName = "logit", relative: bool = False
 ) -> Measured:
     """How far the map's sum is from the score that it explains.
 

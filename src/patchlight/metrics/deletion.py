@@ -1,13 +1,13 @@
-"""Insertion and deletion: the class's score while the map's highest pixels appear, or disappear, step by step.
+"""Insertion and deletion: the class's score while the highest pixels appear, or disappear, step by step.
 
-`ranged_logits` is the one place that takes parts of images away in a map's order; every faithfulness metric reads it,
-most by `removed_logits`.
+Every faithfulness metric removes parts of images by `ranged_logits`, most through `removed_logits`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -31,6 +31,11 @@ Integrator = Annotated[
     ),
 ]
 Share = Annotated[float, Field(ge=0, le=1)]
+Steps = Annotated[
+    Count | None,
+    Field(description="Number of steps; each changes ceil(cells / steps) more cells in the map's order; None: one."),
+]
+First = Annotated[bool, Field(description="Whether the image before the first step is a point of the curve too.")]
 
 _PIXELS: dict[str, Any] = {"steps": 224, "unit": "pixel", "upsampling": "bilinear"}
 _RISE = {**_PIXELS, "first": True, "integrator": "trapezoid", "target_class": "prediction"}
@@ -41,13 +46,12 @@ _WORDS = {
     "tis": {"fill": {"blur": "blur-tis", "black": "zero", "mean": "image-mean", "random": "noise"}},
 }
 _INS_DEL_WORDS = {preset: {**words, "deletion_fill": words["fill"]} for preset, words in _WORDS.items()}
-_SAID = "Petsiuk et al., BMVC 2018"
 
 
 def thresholds(cells: int, steps: int | None, first: bool) -> Tensor:
     """Cells changed at each point [P]: steps of ceil(cells / steps), the last full; `first` adds the clean point.
 
-    Without `steps` each changes one cell.
+    Without `steps` each step changes one cell.
     """
     size = math.ceil(cells / (steps or cells))
     changed = torch.arange(0 if first else 1, math.ceil(cells / size) + 1) * size
@@ -71,16 +75,16 @@ def area(curve: Tensor, integrator: Integrator, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Removal:
-    """How cells of an image are taken away: what stands in their place, and in which order of the map.
+    """How cells of an image are removed: the fill, and the order.
 
     Attributes:
-        fill: What is painted where pixels or patches are missing; tokens leave nothing behind.
+        fill: What is painted where pixels or patches are missing; tokens are dropped.
         unit: Pixels, patches or tokens.
         upsampling: How the map becomes pixels.
         lowest_first: Whether the order begins with the lowest cells.
         reverse_ties: Whether equal cells come in the reverse of their usual order.
         noise: The range of the fill `noise`.
-        noise_seed: The seed of that fill; by default the metric's.
+        noise_seed: The seed of that fill; None: the metric's.
     """
 
     fill: Fill = "black"
@@ -93,16 +97,16 @@ class Removal:
 
 
 def removed_logits(ask: Measure, changed: Tensor, insert: bool, removal: Removal) -> Tensor:
-    """Logits [B,P,C] with the `changed` [P] highest cells taken from the image, or (`insert`) alone left of it."""
+    """Logits [B,P,C] with the `changed` [P] highest cells removed from the image, or (`insert`) only these shown."""
     rest = torch.full_like(changed, count_cells(ask, removal.unit))
     begin, end = (changed, rest) if insert else (torch.zeros_like(changed), changed)
     return ranged_logits(ask, begin, end, removal)
 
 
 def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) -> Tensor:
-    """Logits [B,P,C] of images without the cells whose place in the map's order lies in [begin, end), [P] each.
+    """Logits [B,P,C] of images without the cells whose rank is in [begin, end), [P] each.
 
-    Metrics of one call that ask for the same variants share them. P forwards an image.
+    Metrics of one call share equal variants. P forward passes per image.
     """
     unit = removal.unit
     ordering = (unit, removal.upsampling, removal.lowest_first, removal.reverse_ties)
@@ -135,18 +139,18 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
 
 
 def check_tokens(vit: Anatomy, left: int) -> None:
-    """Refuse a model that cannot drop tokens, or one that would be `left` with none at all."""
+    """Refuse a model that cannot drop tokens, or that would have none `left`."""
     if vit.can_drop is not None:
         raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
     if (vit.prefix == 0 or vit.pooling in ("avg", "max")) and left == 0:
         raise Unsupported(
-            f"{vit.name} reads its class off the patches, so nothing is left to classify once all are dropped; "
+            f"{vit.name} reads its class from the patches, so nothing is left to classify when all are dropped; "
             f"unit='patch' fills patches instead"
         )
 
 
 def scored(logits: Tensor, targets: Targets, ask: Measure, score: MeasuredScore = "probability") -> Tensor:
-    """p(class) [B,P] of logits [B,P,C], or another score; of a pair, the difference."""
+    """p(class) [B,P] of logits [B,P,C], or another score; for a pair of classes, the difference."""
     assert score != "auto", "decided by MetricRequest.suited"
     points = logits.shape[1]
     against = None if targets.against is None else targets.against.repeat_interleave(points, 0)
@@ -155,7 +159,7 @@ def scored(logits: Tensor, targets: Targets, ask: Measure, score: MeasuredScore 
 
 
 def span(score: str) -> tuple[float, float]:
-    """Between what a score lies."""
+    """The lowest and highest possible score."""
     return {"logit": (-math.inf, math.inf), "cosine": (-1.0, 1.0)}.get(score, (0.0, 1.0))
 
 
@@ -168,7 +172,7 @@ def _curve(
 def measured(curve: Tensor, changed: Tensor, integrator: Integrator = "trapezoid") -> Measured:
     """The area of curves [B,P] over the fraction of cells changed [P]."""
     x = changed.double() / changed[-1]
-    steps = torch.linspace(float(x[0]), 1.0, len(x), dtype=x.dtype)  # a last step cut short counts as a whole one
+    steps = torch.linspace(float(x[0]), 1.0, len(x), dtype=x.dtype)  # a shorter last step counts as a full one
     return Measured(area(curve, integrator, steps), curve, x)
 
 
@@ -187,24 +191,23 @@ def _difference_limits(settings: Any) -> tuple[float, float]:
     return low - high, high - low
 
 
-@register_metric(
+_step_metric = partial(register_metric, ablates=True, refuses=no_score, quick={"steps": 14})
+_rise_metric = partial(
+    _step_metric, paper="Petsiuk et al., BMVC 2018", bounds=_limits, cost="steps (224) + 1 forwards", words=_WORDS
+)
+
+
+@_rise_metric(
     "insertion",
-    paper=_SAID,
     higher_is_better=True,
-    bounds=_limits,
-    ablates=True,
-    refuses=no_score,
-    cost="steps (224) + 1 forwards",
     presets={"rise": {**_RISE, "fill": "blur-rise"}, "tis": {**_TIS, "fill": "blur-tis"}, "vit-shapley": _SHAPLEY},
-    words=_WORDS,
-    quick={"steps": 14},
 )
 def insertion(
     ask: Measure,
-    steps: Count | None = 224,
+    steps: Steps = 224,
     fill: Fill = "blur-rise",
     unit: Unit = "pixel",
-    first: bool = True,
+    first: First = True,
     integrator: Integrator = "trapezoid",
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
@@ -216,35 +219,23 @@ def insertion(
     fill, their mean, the true class; it has the paper's words for fills: blur, random, black (`zero`) and mean
     (`image-mean`). Preset `vit-shapley`: tokens one by one, from none to all, the mean of the points, the true class.
     Curve [B,P] over the fraction shown. P forward passes per image.
-
-    Args:
-        steps: Number of steps; each shows ceil(HW / steps) more pixels of the map's order; None: one pixel each.
-        unit: What is shown step by step: pixels of the upsampled map, patches, or tokens.
-        first: Whether the bare fill is a point too.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     curve = _curve(ask, True, changed, Removal(fill, unit, upsampling), target_class, score)
     return measured(curve, changed, integrator)
 
 
-@register_metric(
+@_rise_metric(
     "deletion",
-    paper=_SAID,
     higher_is_better=False,
-    bounds=_limits,
-    ablates=True,
-    refuses=no_score,
-    cost="steps (224) + 1 forwards",
     presets={"rise": {**_RISE, "fill": "zero"}, "tis": {**_TIS, "fill": "blur-tis"}, "vit-shapley": _SHAPLEY},
-    words=_WORDS,
-    quick={"steps": 14},
 )
 def deletion(
     ask: Measure,
-    steps: Count | None = 224,
+    steps: Steps = 224,
     fill: Fill = "zero",
     unit: Unit = "pixel",
-    first: bool = True,
+    first: First = True,
     integrator: Integrator = "trapezoid",
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
@@ -253,24 +244,17 @@ def deletion(
     """Area under the class's score while the highest-ranked pixels are replaced by the fill.
 
     Presets as for `insertion`; `rise` deletes to `zero`, the training data's mean colour.
-
-    Args:
-        steps: Number of steps; each removes ceil(HW / steps) more pixels of the map's order; None: one pixel each.
-        unit: What is removed step by step: pixels of the upsampled map, patches, or tokens.
-        first: Whether the clean image is a point too.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     curve = _curve(ask, False, changed, Removal(fill, unit, upsampling), target_class, score)
     return measured(curve, changed, integrator)
 
 
-@register_metric(
+@_step_metric(
     "ins-del",
     paper="Englebert et al., ICCV-W 2023",
     higher_is_better=True,
     bounds=_difference_limits,
-    ablates=True,
-    refuses=no_score,
     cost="2 steps (448) + 2 forwards",
     presets={
         "rise": {**_RISE, "fill": "blur-rise", "deletion_fill": "zero"},
@@ -278,15 +262,14 @@ def deletion(
         "vit-shapley": _SHAPLEY,
     },
     words=_INS_DEL_WORDS,
-    quick={"steps": 14},
 )
 def ins_del(
     ask: Measure,
-    steps: Count | None = 224,
+    steps: Steps = 224,
     fill: Fill = "image-mean",
     deletion_fill: Fill | None = None,
     unit: Unit = "pixel",
-    first: bool = True,
+    first: First = True,
     integrator: Integrator = "trapezoid",
     target_class: TargetClass = "given",
     upsampling: Upsampling = "bilinear",
@@ -297,10 +280,7 @@ def ins_del(
     Both use the same fill, or deletion uses `deletion_fill`. Curve: their difference.
 
     Args:
-        steps: Number of steps; each changes ceil(HW / steps) more pixels of the map's order; None: one pixel each.
         deletion_fill: The fill of the deletion; None: the same.
-        unit: What is changed step by step: pixels of the upsampled map, patches, or tokens.
-        first: Whether the first, unchanged image is a point too.
     """
     changed = thresholds(count_cells(ask, unit), steps, first)
     over = fill if deletion_fill is None else deletion_fill

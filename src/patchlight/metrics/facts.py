@@ -1,4 +1,4 @@
-"""Numbers that a method reports of each image, as a column of a table."""
+"""Numbers that a method reports per image, as a column of a table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from patchlight.metrics.base import Measure, Measured, register_metric
 
 
 @register_metric(
-    "fact",
-    paper="Xie et al., IJCAI 2023, the number of masks",
-    higher_is_better=False,
-    bounds=(-math.inf, math.inf),
+    "fact", paper="Xie et al., IJCAI 2023, the number of masks", higher_is_better=False, bounds=(-math.inf, math.inf)
 )
 def fact(ask: Measure, fact: str = "masks") -> Measured:
     """A number that the method itself reports for each image, such as the number of masks of `vit-cx`.
@@ -27,7 +24,7 @@ def fact(ask: Measure, fact: str = "masks") -> Measured:
     values = ask.facts.get(fact)
     if values is not None:
         return Measured(values.double())
-    missing = "the maps come from no method that reports it" if not ask.facts else f"reported are {_names(ask)}"
+    missing = "no method reported it with these maps" if not ask.facts else f"reported are {_names(ask)}"
     count = len(ask.images)
     reasons = dict.fromkeys(range(count), f"'{fact}' is not known: {missing}")
     return Measured(torch.full((count,), torch.nan, dtype=torch.float64), reasons=reasons)

@@ -1,4 +1,4 @@
-"""The gap between removing what a map calls irrelevant and what it calls relevant: SRG, with its MIF and LIF curves."""
+"""SRG: the gap between removing the least important and the most important cells, with its MIF and LIF curves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Spacing = Literal["linear", "log"]
 
 
 def removed_counts(cells: int, steps: int | None, spacing: Spacing) -> Tensor:
-    """Cells removed at each point [P], from none to all: linear, or `steps` powers between 1 and all, cut to whole."""
+    """Cells removed at each point [P], from none to all: linear, or `steps` powers from 1 to all, rounded down."""
     if spacing == "linear":
         return thresholds(cells, steps, first=True)
     powers = np.geomspace(1, cells, steps or cells).astype(int)
@@ -78,7 +78,6 @@ def srg(
     Args:
         steps: Number of steps from none to all; None: each cell by itself.
         spacing: Whether the counts grow by one number ("linear") or by one factor ("log").
-        unit: What a cell is: a patch, a pixel, or a token that is removed.
     """
     cells = count_cells(ask, unit)
     removed = removed_counts(cells, steps, spacing)

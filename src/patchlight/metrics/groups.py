@@ -1,4 +1,4 @@
-"""Groups of cells replaced one at a time: is a group that the map calls more salient more to the model? (SaCo)"""
+"""SaCo: groups of cells are replaced one at a time; more salient groups should have more effect."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from patchlight.metrics.deletion import Removal, count_cells, ranged_logits, sco
 from patchlight.metrics.quantities import no_score
 
 Ties = Literal["faithful", "neutral"]
-"""What two groups of equal effect count as: in the map's favour, as the paper has it, or as neither."""
+"""How two groups of equal effect count: in the map's favour, as in the paper, or not at all."""
 
 
 def faithfulness(salience: Tensor, effect: Tensor, ties: Ties = "faithful") -> tuple[Tensor, Tensor]:
-    """F [B] of groups' saliences [B,K], which fall, and effects [B,K], and the share of pairs of equal effect [B].
+    """F [B] of groups' saliences [B,K], in falling order, and effects [B,K]; and the share of tied pairs [B].
 
     F = sum_{i<j} sigma_ij (s_i - s_j) / sum_{i<j} |s_i - s_j|, sigma 1 where d_i > d_j, -1 where d_i < d_j. Effects are
-    equal, rounding aside, where they differ by at most 64 eps of the largest (or of 1).
+    equal if they differ by at most 64 eps of the largest (or of 1).
     """
     i, j = torch.triu_indices(salience.shape[1], salience.shape[1], 1, device=salience.device)
     room = 64 * torch.finfo(effect.dtype).eps * effect.abs().amax(1, keepdim=True).clamp_min(1)
@@ -68,7 +68,6 @@ def saco(
 
     Args:
         groups: Number K of groups.
-        unit: What is ranked and replaced: pixels, patches or tokens.
         ties: How pairs of equal effect count: as faithful, as in the paper, where a model that ignores the image scores
             1, or as neither ("neutral").
     """

@@ -1,6 +1,6 @@
-"""Localisation: does the map lie on the object? Pointing game, segmentation scores, and boxes drawn around the heat.
+"""Localisation: whether the map is on the object. Pointing game, segmentation scores, and boxes around the heat.
 
-The object is the union of boxes, or a mask; an image without one, or one that is nothing else, has no value.
+The object is the union of boxes, or a mask; an image without an object, or without background, has no value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from patchlight.core.targets import top_classes
 from patchlight.metrics.base import Measure, Measured, Sums, register_metric
 
 Share = Annotated[float, Field(gt=0, le=1)]
-Threshold = Annotated[float, Field(ge=0, le=1)]
+Threshold = Annotated[float, Field(ge=0, le=1, description="The highest region is where the map is at least this.")]
+Iou = Annotated[float, Field(gt=0, le=1, description="The IoU that counts as a hit.")]
+MaxArea = Annotated[
+    Share | None, Field(description="Images whose object covers at least this share are left out; None keeps all.")
+]
 Pixels = Annotated[float, Field(ge=0)]
 Region = Annotated[
     Literal["boxes", "masks"], Field(description="Which annotation is the object where both are given; None: boxes.")
@@ -56,11 +60,11 @@ def box_region(ask: Measure) -> Tensor:
 
 
 def _object(ask: Measure, region: Region | None, max_area: float | None) -> tuple[Tensor, dict[int, str]]:
-    """The object's pixels [B,H,W], and why some images have none that counts."""
+    """The object's pixels [B,H,W], and why some images have no valid object."""
     if ask.boxes is not None and region != "masks":
         pixels = box_region(ask)
         absent = {i: "it has no boxes" for i, box in enumerate(ask.boxes) if len(box) == 0}
-        empty = "its boxes hold no pixel"
+        empty = "its boxes contain no pixel"
     else:
         assert ask.masks is not None
         pixels, absent, empty = ask.masks == 1, {}, "its mask shows no object"
@@ -84,8 +88,8 @@ def _defined(values: Tensor, reasons: Mapping[int, str]) -> Tensor:
     return values
 
 
-def _grown(pixels: Tensor, by: float) -> Tensor:
-    """Pixels [B,H,W] and all within a distance of `by` of them."""
+def _grow(pixels: Tensor, by: float) -> Tensor:
+    """Pixels [B,H,W] and all within a distance of `by`."""
     reach = int(by)
     if reach == 0:
         return pixels
@@ -102,15 +106,11 @@ _POINTING: dict[str, Mapping[str, Any]] = {
 
 
 @register_metric(
-    "pointing-game",
-    paper="Zhang et al., IJCV 2018",
-    higher_is_better=True,
-    needs={"boxes or masks"},
-    presets=_POINTING,
+    "pointing-game", paper="Zhang et al., IJCV 2018", higher_is_better=True, needs={"boxes or masks"}, presets=_POINTING
 )
 def pointing_game(
     ask: Measure,
-    max_area: Share | None = 0.5,
+    max_area: MaxArea = 0.5,
     tolerance: Pixels = 0.0,
     tie: Tie = "seeded",
     upsampling: Upsampling = "bilinear",
@@ -123,12 +123,11 @@ def pointing_game(
     all images).
 
     Args:
-        max_area: Images whose object covers at least this share are left out; None keeps all.
         tolerance: Pixels around the object that count as hits.
         tie: Which of equal maxima counts: one by the seed ("seeded"), the "first", or "any" may hit.
     """
     pixels, reasons = _object(ask, region, max_area)
-    pixels = _grown(pixels, tolerance).flatten(1)
+    pixels = _grow(pixels, tolerance).flatten(1)
     maps = ask.upsampled(upsampling).flatten(1)
     if tie == "any":
         hits = (pixels & (maps == maps.amax(1, keepdim=True))).any(1)
@@ -142,15 +141,10 @@ def pointing_game(
     return Measured(_defined(hits, reasons), reasons=reasons)
 
 
-@register_metric(
-    "energy-pointing",
-    paper="Wang et al., CVPR-W 2020",
-    higher_is_better=True,
-    needs={"boxes or masks"},
-)
+@register_metric("energy-pointing", paper="Wang et al., CVPR-W 2020", higher_is_better=True, needs={"boxes or masks"})
 def energy_pointing(
     ask: Measure,
-    max_area: Share | None = 0.5,
+    max_area: MaxArea = 0.5,
     negative: Literal["absolute", "drop"] = "absolute",
     upsampling: Upsampling = "bilinear",
     region: Region | None = None,
@@ -162,7 +156,6 @@ def energy_pointing(
     A map of zeros counts as a constant one: its value is the object's share of the image.
 
     Args:
-        max_area: Images whose object covers at least this share are left out; None keeps all.
         negative: Whether negative scores count by their size ("absolute") or not at all ("drop").
     """
     pixels, reasons = _object(ask, region, max_area)
@@ -206,9 +199,7 @@ def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -
     presets={"skipplus": {"upsampling": "nearest", "unlabelled": "background"}},
 )
 def ap(
-    ask: Measure,
-    upsampling: Upsampling = "nearest",
-    unlabelled: Literal["leave-out", "background"] = "leave-out",
+    ask: Measure, upsampling: Upsampling = "nearest", unlabelled: Literal["leave-out", "background"] = "leave-out"
 ) -> Measured:
     """Average precision of the map as a detector of the object's pixels.
 
@@ -226,14 +217,14 @@ def ap(
 
 
 def unit_range(maps: Tensor) -> Tensor:
-    """Maps [B,h,w] from 0 to 1 in float64; a constant one is 0."""
+    """Maps [B,h,w] scaled to [0, 1] in float64; a constant map becomes 0."""
     maps = maps.double()
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     return (maps - low) / torch.where(high > low, high - low, 1)
 
 
 def _foreground(ask: Measure) -> Tensor:
-    """Where the upsampled map is above its own mean [B,N]."""
+    """Where the upsampled map is above its mean [B,N]."""
     maps = unit_range(ask.upsampled()).flatten(1)
     return maps > maps.mean(1, keepdim=True)
 
@@ -242,13 +233,7 @@ def _pixel_accuracy(sums: Sums) -> Tensor:
     return sums["correct"] / sums["labelled"]
 
 
-@register_metric(
-    "pixel-accuracy",
-    paper=_CHEFER,
-    higher_is_better=True,
-    needs={"masks"},
-    combine=_pixel_accuracy,
-)
+@register_metric("pixel-accuracy", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_pixel_accuracy)
 def pixel_accuracy(ask: Measure) -> Measured:
     """Share of labelled pixels on the right side of the map's mean.
 
@@ -262,7 +247,7 @@ def pixel_accuracy(ask: Measure) -> Measured:
 
 
 def _miou(sums: Sums) -> Tensor:
-    """The mean over background and object of those that occur."""
+    """The mean IoU of background and object, of those that occur."""
     there = sums["union"] > 0
     return (sums["intersection"] / sums["union"].clamp_min(1)).sum(-1) / there.sum(-1)
 
@@ -313,8 +298,8 @@ def heat_overlaps(
 ) -> NDArray[np.float64]:
     """At each level [T], the best IoU of a box around the heat with one of an image's boxes [n,4].
 
-    The heat is one map [H,W] in [0, 1] where it is >= the level; its box is the tight one around the largest
-    8-connected component (of equal ones the first), or every component has one. One labelling for all levels.
+    The heat is where a map [H,W] in [0, 1] is >= the level; its box is the tight one around the largest 8-connected
+    component (the first of equal ones), or there is one per component. One labelling for all levels.
     """
     from scipy import ndimage
 
@@ -365,17 +350,13 @@ def _overlaps(
 def gt_known_loc(
     ask: Measure,
     threshold: Threshold = 0.2,
-    iou: Share = 0.5,
+    iou: Iou = 0.5,
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
     """Whether the box around the map's highest region overlaps one of the image's boxes.
 
     The value is 1 where the IoU is at least `iou`, otherwise 0. The map is scaled to [0, 1].
-
-    Args:
-        threshold: The highest region is what is at least this (0.2, as for CAM).
-        iou: The IoU that counts as a hit.
     """
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
     return Measured(_defined(overlaps[:, 0] >= iou, reasons), reasons=reasons)
@@ -387,16 +368,11 @@ def gt_known_loc(
 def top1_loc(
     ask: Measure,
     threshold: Threshold = 0.2,
-    iou: Share = 0.5,
+    iou: Iou = 0.5,
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """`gt-known-loc`, counted only where the model predicts the true label.
-
-    Args:
-        threshold: The highest region is what is at least this.
-        iou: The IoU that counts as a hit.
-    """
+    """`gt-known-loc`, counted only where the model predicts the true label."""
     assert ask.labels is not None
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
     right = top_classes(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()

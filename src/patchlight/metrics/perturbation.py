@@ -1,13 +1,14 @@
-"""Perturbation tests at a few levels of removal: accuracy, score, KL and log-likelihood of what remains.
+"""Perturbation tests at a few levels of removal: accuracy, score, KL and log-likelihood of the remaining image.
 
-Positive perturbation removes the map's highest parts first, negative its lowest. Variants are made by
-`deletion.removed_logits` and shared by the metrics of one call.
+Positive perturbation removes the map's highest parts first, negative its lowest. `deletion.removed_logits` makes the
+variants, which the metrics of one call share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from patchlight.core.errors import PatchlightError
 from patchlight.core.resize import Upsampling
 from patchlight.core.targets import Targets, kl_divergence, log_probabilities
-from patchlight.evidence.ablation import Count, Unit
+from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.deletion import Integrator, Removal, Share, area, count_cells, removed_logits, scored, span
@@ -26,19 +27,24 @@ from patchlight.metrics.quantities import no_score, unread
 
 Direction = Literal["positive", "negative"]
 Quantity = Literal["accuracy", "probability", "logit", "cosine", "kl", "nll"]
-Points = Annotated[int, Field(ge=2)]
+Points = Annotated[int, Field(ge=2, description="Number of levels from 0 to 100 %.")]
 TokenQuantity = Literal["accuracy", "aopc"]
-Form = Literal["area", "percent", "higher"]
-"""The area itself; times 100; or times 100 and, where lower is better, subtracted from 100."""
+Form = Annotated[
+    Literal["area", "percent", "higher"],
+    Field(description="The area, 100 times the area, or that subtracted from 100 if lower is better ('higher')."),
+]
+Levels = Annotated[int, Field(ge=1, description="Number of levels.")]
+Low = Annotated[float, Field(ge=0, le=1, description="The first fraction.")]
+High = Annotated[float, Field(ge=0, le=1, description="The last fraction.")]
 
 _LOG_FLOOR = math.log(1e-12)
 _RISING = ("kl", "nll")
 
 
 def levels(cells: int, points: int, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Fractions [P], evenly from low to high, and the whole cells int(fraction * cells) that each removes [P]."""
+    """Fractions [P], evenly from low to high, and the number of cells int(fraction * cells) that each removes [P]."""
     if low > high or (low == high and points > 1):
-        raise PatchlightError(f"fractions from low={low} to high={high} are no range; give low < high")
+        raise PatchlightError(f"fractions from low={low} to high={high} are not a range; give low < high")
     x = torch.linspace(low, high, points, dtype=torch.float64)
     return x, (x * cells + 1e-6).long()
 
@@ -52,7 +58,7 @@ def log_probability(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
 
 
 def accuracy(logits: Tensor, targets: Targets, ask: Measure) -> Tensor:
-    """1 where the largest logit is the class's, else 0 [B,P]."""
+    """1 where the class has the largest logit, otherwise 0 [B,P]."""
     top = (logits[..., 0] > 0).long() if ask.vit.outputs.kind == "binary" else logits.argmax(-1)
     return (top == targets.index.to(top.device)).to(logits)
 
@@ -75,7 +81,7 @@ def _perturbation_rises(settings: Mapping[str, Any]) -> bool:
 def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
     low, high = {"kl": (0.0, math.inf), "nll": (0.0, -_LOG_FLOOR)}.get(settings["quantity"], span(settings["quantity"]))
     across = settings["high"] - settings["low"]
-    if settings["points"] == 1:  # its one point is the value
+    if settings["points"] == 1:  # its only point is the value
         return low, high
     size = {"unit": settings["points"] - 1, "width": across}.get(settings["integrator"], 1.0)
     return low * size, high * size
@@ -121,9 +127,9 @@ def perturbation(
     ask: Measure,
     direction: Direction = "positive",
     quantity: Quantity = "accuracy",
-    points: Count = 9,
-    low: Share = 0.1,
-    high: Share = 0.9,
+    points: Levels = 9,
+    low: Low = 0.1,
+    high: High = 0.9,
     unit: Unit = "pixel",
     fill: Fill = "black",
     integrator: Integrator = "mean",
@@ -145,10 +151,6 @@ def perturbation(
         direction: Whether the highest ("positive") or lowest ("negative") parts are removed first.
         quantity: "accuracy" is 1 where the class has the largest logit; "probability", "logit" and "cosine" are scores
             of the class; "kl" is KL(p_clean || p_k) over all classes; "nll" is -log p(class).
-        points: Number of levels.
-        low: The first fraction removed.
-        high: The last fraction removed.
-        unit: What is removed: pixels, patches or tokens.
         noise: The range of the fill "noise".
         noise_seed: The seed of the fill "noise"; None: that of the call.
     """
@@ -207,10 +209,9 @@ def road(
     Args:
         shares: The shares p.
         quantity: What is averaged: "accuracy", or the class's "probability", "logit" or "cosine".
-        unit: What is removed: pixels, patches or tokens.
     """
     if any(a >= b for a, b in pairwise(shares)):
-        raise PatchlightError(f"shares={list(shares)} do not rise; give each once, from low to high")
+        raise PatchlightError(f"shares={list(shares)} are not increasing; give each share once, from low to high")
     x = torch.tensor(shares, dtype=torch.float64)
     counts = (x * count_cells(ask, unit) + 1e-6).long()
     targets = ask.of(target_class)
@@ -222,17 +223,14 @@ def road(
     return Measured(curve.mean(1), curve, x, {"morf": morf.mean(1), "lerf": lerf.mean(1)})
 
 
-_TOKENTM = "Wu et al., CVPR 2024"
+_level_metric = partial(register_metric, paper="Wu et al., CVPR 2024", ablates=True, quick={"points": 5})
 
 
-@register_metric(
+@_level_metric(
     "auc",
-    paper=_TOKENTM,
     higher_is_better=False,
-    ablates=True,
     refuses=unread(lambda settings: "accuracy", "'aopc' works"),
     cost="points (21) forwards, shared with aopc and lodds",
-    quick={"points": 5},
 )
 def auc(
     ask: Measure,
@@ -248,10 +246,6 @@ def auc(
     one: by default the prediction on the clean image, so that no labels are needed (the paper says only "accuracy"; its
     other two metrics name the predicted class), with target_class="label" the true class. Curve [B,P] over the fraction
     removed.
-
-    Args:
-        points: Number of levels from 0 to 100 %.
-        unit: What is removed: pixels, patches or tokens.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     curve = accuracy(logits, ask.of(target_class), ask)
@@ -263,15 +257,12 @@ def _fall_limits(score: str) -> tuple[float, float]:
     return low - high, high - low
 
 
-@register_metric(
+@_level_metric(
     "aopc",
-    paper=_TOKENTM,
     higher_is_better=True,
     bounds=lambda settings: _fall_limits(settings["score"]),
-    ablates=True,
     refuses=no_score,
     cost="points (21) + 1 forwards, shared with auc and lodds",
-    quick={"points": 5},
 )
 def aopc(
     ask: Measure,
@@ -287,10 +278,6 @@ def aopc(
         1/|K| sum_k [p(y|x) - p(y|x_k)],   K = {0, 5, ..., 100} per cent of the pixels
 
     Level 0 counts. Curve [B,P]: the drop at each level.
-
-    Args:
-        points: Number of levels from 0 to 100 %.
-        unit: What is removed: pixels, patches or tokens.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     targets = ask.of(target_class)
@@ -298,15 +285,12 @@ def aopc(
     return Measured(curve.mean(1), curve, x)
 
 
-@register_metric(
+@_level_metric(
     "lodds",
-    paper=_TOKENTM,
     higher_is_better=False,
     bounds=(_LOG_FLOOR, -_LOG_FLOOR),
-    ablates=True,
     refuses=unread(lambda settings: "nll", "'aopc' works"),
     cost="points (21) + 1 forwards, shared with auc and aopc",
-    quick={"points": 5},
 )
 def lodds(
     ask: Measure,
@@ -321,10 +305,6 @@ def lodds(
         -1/|K| sum_k log(p(y|x) / p(y|x_k)),   K as for `aopc`
 
     Probabilities are at least 1e-12. Curve [B,P]: log p(y|x_k) - log p(y|x).
-
-    Args:
-        points: Number of levels from 0 to 100 %.
-        unit: What is removed: pixels, patches or tokens.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     targets = ask.of(target_class)
@@ -339,7 +319,6 @@ def _levels_of_removal(
     return x, removed_logits(ask, changed, False, Removal(fill, unit, upsampling))
 
 
-_SKIPPLUS = "SkipPLUS, CVPR-W 2024"
 _SKIPPLUS_PRESETS: dict[str, dict[str, Any]] = {
     "skipplus": {"points": 9, "low": 0.1, "high": 0.9, "integrator": "trapezoid", "form": "higher"},
     "skipplus-code": {"points": 9, "low": 0.1, "high": 0.9, "integrator": "width", "form": "percent"},
@@ -379,7 +358,7 @@ def _token_measured(
     grid: Any,
     score: MeasuredScore,
 ) -> Measured:
-    """The curve over levels of token removal with the whole image as its first (deletion) or last (insertion) point."""
+    """The curve over levels of token removal; the whole image is its first (deletion) or last (insertion) point."""
     points, low, high = grid
     x, changed = levels(count_cells(ask, "token"), points, low, high)
     logits = removed_logits(ask, changed, insert, Removal(unit="token"))
@@ -399,23 +378,28 @@ def _token_measured(
     return Measured(values, curve, x)
 
 
-@register_metric(
-    "token-deletion",
-    paper=_SKIPPLUS,
-    higher_is_better=lambda s: s["form"] == "higher" or _natural(False, s["quantity"]),
-    bounds=_token_limits(False),
+_token_metric = partial(
+    register_metric,
+    paper="SkipPLUS, CVPR-W 2024",
     ablates=True,
     refuses=unread(_token_quantity, "quantity='aopc' works, and score='logit'"),
     cost="points (9) + 1 forwards of fewer tokens",
     presets=_SKIPPLUS_PRESETS,
     quick={"points": 3},
 )
+
+
+@_token_metric(
+    "token-deletion",
+    higher_is_better=lambda s: s["form"] == "higher" or _natural(False, s["quantity"]),
+    bounds=_token_limits(False),
+)
 def token_deletion(
     ask: Measure,
     quantity: TokenQuantity = "accuracy",
-    points: Count = 9,
-    low: Share = 0.1,
-    high: Share = 0.9,
+    points: Levels = 9,
+    low: Low = 0.1,
+    high: High = 0.9,
     integrator: Integrator = "trapezoid",
     form: Form = "area",
     target_class: TargetClass = "label",
@@ -432,31 +416,21 @@ def token_deletion(
 
     Args:
         quantity: "accuracy" (lower is better) or "aopc", p(y|x) - p(y|x_r) (higher is better).
-        points: Number of fractions.
-        low: The first fraction.
-        high: The last fraction.
-        form: The "area", the area in "percent", or in per cent and turned so that "higher" is better.
     """
     return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
 
 
-@register_metric(
+@_token_metric(
     "token-insertion",
-    paper=_SKIPPLUS,
     higher_is_better=lambda s: s["form"] == "higher" or _natural(True, s["quantity"]),
     bounds=_token_limits(True),
-    ablates=True,
-    refuses=unread(_token_quantity, "quantity='aopc' works, and score='logit'"),
-    cost="points (9) + 1 forwards of fewer tokens",
-    presets=_SKIPPLUS_PRESETS,
-    quick={"points": 3},
 )
 def token_insertion(
     ask: Measure,
     quantity: TokenQuantity = "accuracy",
-    points: Count = 9,
-    low: Share = 0.1,
-    high: Share = 0.9,
+    points: Levels = 9,
+    low: Low = 0.1,
+    high: High = 0.9,
     integrator: Integrator = "trapezoid",
     form: Form = "area",
     target_class: TargetClass = "label",
@@ -469,9 +443,5 @@ def token_insertion(
 
     Args:
         quantity: "accuracy" (higher is better) or "aopc" (lower is better).
-        points: Number of fractions.
-        low: The first fraction.
-        high: The last fraction.
-        form: The "area", the area in "percent", or in per cent and turned so that "higher" is better.
     """
     return _token_measured(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high), score)

@@ -1,4 +1,4 @@
-"""What metrics read of a model's outputs, and why a head may not have it."""
+"""Which quantities metrics can read of a model's outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from patchlight.core.registry import Settings
 
 
 def lacking(quantity: str, vit: Anatomy) -> str | None:
-    """Why a model does not have a quantity; None where it has."""
+    """Why a model does not have a quantity; None if it has."""
     outputs, classes = vit.outputs, vit.classes
     if quantity == "accuracy":
         return outputs.no_accuracy(classes)
@@ -21,7 +21,7 @@ def lacking(quantity: str, vit: Anatomy) -> str | None:
 
 
 def unread(quantity: Callable[[Settings], str], instead: str) -> Callable[[Settings, Anatomy], str | None]:
-    """A metric's `refuses`: it reads the quantity that its settings name, and without it there is something else."""
+    """A metric's `refuses`, for the quantity that its settings name, with a suggestion."""
 
     def refuses(settings: Settings, vit: Anatomy) -> str | None:
         reason = lacking(quantity(settings), vit)

@@ -1,4 +1,4 @@
-"""Robustness: how much a map changes when the image hardly does."""
+"""Robustness: how much a map changes under small changes of the image."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def max_sensitivity(
     first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
     first = first.flatten(1)
     noise = draws(tuple(ask.images.shape[1:]), n, radius, ask.seed).to(ask.images)
-    # Draw by draw, all images under each: a chunk may reach over draws, but not over seeds.
+    # Noise by noise, all images under each: a chunk may contain several noises, but only one seed.
     owner, draw = torch.arange(batch).repeat(n), torch.arange(n).repeat_interleave(batch)
     size = chunk or default_batch_size(ask.vit)
     runs = range(0, n * batch, batch if reseed else n * batch)

@@ -1,4 +1,4 @@
-"""Sanity: does the map depend on what the model has learnt? Its layers are randomised, and the maps compared."""
+"""Sanity: whether the map depends on what the model has learnt. Layers are randomised and the maps compared."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ Similarity = Annotated[
     ),
 ]
 Window = Annotated[Literal["gaussian", "uniform"], Field(description="The window of SSIM.")]
+Cell = Annotated[int, Field(ge=1, description="Pixels along each side of a cell of HOG.")]
 Order = Literal["cascading", "independent"]
 Stage = tuple[str, list[str]]
 """A name, and the parameters that are randomised together."""
 
 
 def ssim(a: Tensor, b: Tensor, window: Window = "gaussian") -> Tensor:
-    """Structural similarity [B] of maps [B,H,W] in [0, 1], averaged where the window lies inside.
+    """Structural similarity [B] of maps [B,H,W] in [0, 1], averaged where the window fits inside.
 
     The window is an 11 x 11 Gaussian of sigma 1.5, or a uniform 7 x 7; (co)variances are those of a sample.
     """
     reach = 5 if window == "gaussian" else 3
     side = 2 * reach + 1
     if min(a.shape[-2:]) < side:
-        raise PatchlightError(f"SSIM takes maps of {side} pixels or more a side; these have {min(a.shape[-2:])}")
+        raise PatchlightError(f"SSIM needs maps of at least {side} pixels per side; these have {min(a.shape[-2:])}")
     line = torch.arange(-reach, reach + 1, device=a.device, dtype=torch.float64)
     line = torch.exp(-0.5 * (line / 1.5) ** 2) if window == "gaussian" else torch.ones_like(line)
     kernel = (line[:, None] * line / line.sum() ** 2)[None, None]
@@ -61,8 +62,8 @@ def ssim(a: Tensor, b: Tensor, window: Window = "gaussian") -> Tensor:
 def hog(maps: Tensor, cell: int = 16, bins: int = 9, block: int = 3) -> Tensor:
     """Histograms of oriented gradients [B,F] of maps [B,H,W] in float64.
 
-    Central differences; `bins` unsigned orientations a cell of `cell` x `cell` pixels, weighted by magnitude; blocks of
-    `block` x `block` cells (fewer where the map has fewer), normalised by L2, clipped at 0.2 and normalised again.
+    Central differences; `bins` unsigned orientations per cell of `cell` x `cell` pixels, weighted by magnitude; blocks
+    of `block` x `block` cells (fewer if the map has fewer), normalised by L2, clipped at 0.2 and normalised again.
     """
     batch, height, width = maps.shape
     rows, columns = height // cell, width // cell
@@ -88,7 +89,7 @@ def hog(maps: Tensor, cell: int = 16, bins: int = 9, block: int = 3) -> Tensor:
 def similar(
     ask: Measure, a: Tensor, b: Tensor, similarity: Similarity, window: Window = "gaussian", cell: int = 16
 ) -> Tensor:
-    """The similarity [B] of maps a and b [B,h,w]; SSIM and HOG see them from 0 to 1 at image size."""
+    """The similarity [B] of maps a and b [B,h,w]; for SSIM and HOG they are scaled to [0, 1] at image size."""
     if similarity == "spearman":
         return spearman(a.flatten(1), b.flatten(1))
     if similarity == "spearman-abs":
@@ -98,12 +99,10 @@ def similar(
 
 
 def stages(vit: Anatomy) -> list[Stage]:
-    """The layers of a model as they are randomised, by their parameters' names.
+    """The stages of a model in the order they are randomised, by their parameters' names.
 
-    Head, final norm, blocks last to first, embedding.
-
-    What the classifier reads behind the blocks is found by its gradient; the embedding is all that is left: patch
-    projection, prefix tokens, positions.
+    Head, final norm, blocks last to first, embedding. The gradient shows what the classifier reads after the blocks;
+    the embedding is the rest: patch projection, prefix tokens, positions.
     """
     named = {name.replace(".function.", "."): p for name, p in vit.net.named_parameters() if p.is_floating_point()}
     blocks = [{id(p) for m in vit.members(i) for p in m.parameters()} for i in range(vit.depth)]
@@ -130,18 +129,18 @@ def stages(vit: Anatomy) -> list[Stage]:
 
 def _reached(named: Mapping[str, Tensor], logits: Tensor) -> set[str]:
     """The parameters that logits depend on."""
-    if not logits.requires_grad:  # a head of constants on tokens of their own
+    if not logits.requires_grad:  # a head without learnt parameters
         return set()
     found = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
     return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
 
 
 def twin(vit: Anatomy) -> Anatomy:
-    """The same model with parameters of its own."""
+    """The same model with its own copy of the parameters."""
     if vit.library in ("described", "own"):
         if not vit.castable:
             raise Unsupported(
-                f"{vit.name} was described by functions, which a copy of it cannot use; describe it by bound methods "
+                f"{vit.name} was described by functions, which a copy cannot use; describe it by bound methods "
                 f"of the model (embed=model.embed, readout=model.readout)"
             )
         other = copy.deepcopy(vit)
@@ -156,9 +155,9 @@ def twin(vit: Anatomy) -> Anatomy:
 
 
 def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Every parameter drawn anew, on the CPU, from the seed.
+    """Every parameter sampled from the seed, on the CPU.
 
-    By the module's own `reset_parameters`, and else (class token, positions) from a normal of 0.02 cut at 2.
+    Modules use their `reset_parameters`; other parameters (class token, positions) a normal of 0.02, truncated at 2.
     """
     model = copy.deepcopy(model).cpu()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -174,11 +173,11 @@ def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def _randomised_maps(ask: Measure, order: Order) -> tuple[Tensor, list[Tensor]]:
-    """The maps as they are, and after each stage."""
+    """The original maps, and those after each stage."""
     if "twin" not in ask.kept:
         other = twin(ask.vit)
         ask.kept["twin"] = other, stages(other), random_parameters(ask.vit.model, ask.seed)
-    other, parts, drawn = ask.kept["twin"]
+    other, parts, random = ask.kept["twin"]
     own = dict(ask.vit.model.named_parameters())
     theirs = dict(other.model.named_parameters())
 
@@ -191,7 +190,7 @@ def _randomised_maps(ask: Measure, order: Order) -> tuple[Tensor, list[Tensor]]:
     maps = []
     put(list(own), own)
     for _, names in parts:
-        put(names, drawn)
+        put(names, random)
         maps.append(ask.explain(other, ask.images, ask.targets, ask.seed))
         if order == "independent":
             put(names, own)
@@ -213,7 +212,7 @@ def randomisation(
     order: Order = "cascading",
     similarity: Similarity = "spearman",
     ssim_window: Window = "gaussian",
-    cell: Count = 16,
+    cell: Cell = 16,
 ) -> Measured:
     """Similarity of the map to the maps of the same model with randomised layers.
 
@@ -225,13 +224,12 @@ def randomisation(
 
     Args:
         order: "cascading" keeps earlier stages random, "independent" randomises one at a time.
-        cell: Pixels along each side of a cell of HOG.
     """
     first, maps = ask.once(("randomised", order), lambda: _randomised_maps(ask, order))
     curve = torch.stack([similar(ask, first, other, similarity, ssim_window, cell) for other in (first, *maps)], 1)
-    found = _compared(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
+    found = _similarity_result(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
     broken = (~torch.stack([m.flatten(1).isfinite().all(1) for m in maps]).all(0)).nonzero().flatten().tolist()
-    lost = dict.fromkeys(broken, "the map of a randomised model holds NaN or infinite values")
+    lost = dict.fromkeys(broken, "the map of a randomised model contains NaN or infinite values")
     return replace(found, reasons={**found.reasons, **lost})
 
 
@@ -243,7 +241,7 @@ def random_floor(
     samples: Count = 10,
     similarity: Similarity = "spearman",
     ssim_window: Window = "gaussian",
-    cell: Count = 16,
+    cell: Cell = 16,
 ) -> Measured:
     """Mean similarity of the map to random maps: the floor of `randomisation`.
 
@@ -251,12 +249,11 @@ def random_floor(
 
     Args:
         samples: Number of random maps.
-        cell: Pixels along each side of a cell of HOG.
     """
     shape = ask.maps.shape
     noise = torch.rand(samples, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)
     curve = torch.stack([similar(ask, ask.maps, one.expand(shape), similarity, ssim_window, cell) for one in noise], 1)
-    return _compared(ask.maps, curve.mean(1))
+    return _similarity_result(ask.maps, curve.mean(1))
 
 
 @register_metric(
@@ -275,7 +272,7 @@ def class_similarity(
     other: Literal["runner-up", "random"] = "runner-up",
     similarity: Similarity = "spearman",
     ssim_window: Window = "gaussian",
-    cell: Count = 16,
+    cell: Cell = 16,
 ) -> Measured:
     """Similarity of the map to the map of another class of the same image.
 
@@ -283,7 +280,6 @@ def class_similarity(
 
     Args:
         other: The other class: the most probable one besides the class of the map, or one chosen at random.
-        cell: Pixels along each side of a cell of HOG.
     """
     count, index = ask.vit.outcomes, ask.targets.index.cpu()
     if count < 2:
@@ -296,10 +292,10 @@ def class_similarity(
         binary = logits.shape[1] == 1
         rival = 1 - index if binary else logits.scatter(1, index, -torch.inf).argmax(1, keepdim=True)
     maps = ask.explain(ask.vit, ask.images, Targets(rival), ask.seed)
-    return _compared(ask.maps, similar(ask, ask.maps, maps, similarity, ssim_window, cell))
+    return _similarity_result(ask.maps, similar(ask, ask.maps, maps, similarity, ssim_window, cell))
 
 
-def _compared(maps: Tensor, values: Tensor, curve: Tensor | None = None, x: Tensor | None = None) -> Measured:
+def _similarity_result(maps: Tensor, values: Tensor, curve: Tensor | None = None, x: Tensor | None = None) -> Measured:
     same = constant(maps.flatten(1)).nonzero().flatten()
     reasons = {int(i): "the map is constant, so nothing can be similar to it" for i in same}
     values = values.double()

@@ -1,4 +1,4 @@
-"""Whether the files that come with Patchlight are whole: `sums.txt` beside this file, and pip's own list."""
+"""Check that the files that come with Patchlight are intact: against `sums.txt` and pip's file list."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SUMS = ZOO / "sums.txt"
 
 
 def made_sums(folder: Path = ZOO) -> str:
-    """The text of `sums.txt`: all files of the folder that are data."""
+    """The text of `sums.txt`: all data files of the folder."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg"))
     return "".join(f"{_sum(path).hex()}  {path.relative_to(folder).as_posix()}\n" for path in files)
 
 
 def expected() -> dict[Path, bytes]:
-    """The SHA-256 of every file that is known: the bundled model's, and the whole package's where pip installed it."""
+    """The SHA-256 of every known file: those of the bundled model, and of the package if pip installed it."""
     lines = (line.split("  ", 1) for line in SUMS.read_text(encoding="utf-8").splitlines())
     known = {ZOO / name: bytes.fromhex(value) for value, name in lines}
     return _installed() | known
 
 
 def damaged() -> list[str]:
-    """The files that are missing, or are not the ones that were bundled."""
+    """The files that are missing or differ from the bundled ones."""
     home = ZOO.parent
     return [
         f"{path.relative_to(home).as_posix()} is {'another' if path.is_file() else 'missing'}"
@@ -36,7 +36,7 @@ def damaged() -> list[str]:
 
 
 def _installed() -> dict[Path, bytes]:
-    """What pip wrote down when it installed this very folder; nothing where the package is run from its source."""
+    """The hashes that pip recorded for this folder; empty if the package runs from its source."""
     try:
         listed = metadata.distribution("patchlight").files or ()
     except metadata.PackageNotFoundError:

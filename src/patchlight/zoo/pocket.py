@@ -27,7 +27,7 @@ def _description_text() -> str:
 
 
 def description() -> dict[str, Any]:
-    """What ``pocket.json`` says: architecture, preprocessing, classes, measured accuracy, checksum."""
+    """The contents of ``pocket.json``: architecture, preprocessing, classes, measured accuracy, checksum."""
     content: dict[str, Any] = json.loads(_description_text())
     return content
 

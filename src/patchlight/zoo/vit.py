@@ -126,6 +126,6 @@ class PocketViT(nn.Module):
 
 
 def _init_normal(weight: Tensor) -> None:
-    """Normally distributed numbers within [-2, 2], sampled as timm samples them; torch has another order."""
+    """Normally distributed numbers within [-2, 2], sampled in timm's order, which differs from torch's."""
     with torch.no_grad():
         weight.uniform_(-1, 1).erfinv_().mul_(0.02 * math.sqrt(2)).clamp_(-2, 2)
