@@ -52,7 +52,7 @@ GONE_VALUES = {
     "normaliser": {"p"},
 }
 VOCABULARIES: dict[str, set[Any]] = {
-    "unit": {"auto", *get_args(Unit)},
+    "unit": {"auto", *get_args(get_args(Unit)[0])},
     "quantity": {"accuracy", "probability", "logit", "cosine", "kl", "nll", "aopc"},
     "sign": {"signed", "abs", "relu"},
 }
