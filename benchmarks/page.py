@@ -1,8 +1,8 @@
 """Page response times, in a real Chromium: `python -m benchmarks.page [--weights FILE]`.
 
-The page itself measures from the hand to the picture (`performance.measure`): `usable`, `first-map`, `poke` and
-`slider`. Every visit is in a browser context of its own and with a seed of its own, so that no map is there already.
-With `--weights` (those of `vit_tiny_patch16_224`) its first map is measured too.
+The page measures from the input to the drawn picture (`performance.measure`): `usable`, `first-map`, `hide` and
+`slider`. Every visit has its own browser context and seed, so that no map is cached. With `--weights` (those of
+`vit_tiny_patch16_224`), its first map is measured too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.web.browser import Visit, browsing, visiting
 from tests.web.server import serving
 
 PHOTOS = ("kitten", "dog", "bird", "deer", "horse", "ship")
-WANTED = {"usable": 1000, "first-map": 500, "poke": 100, "slider": 100, "first-map, vit_tiny": 1500}
-"""Milliseconds of the 95th percentile."""
+TARGETS = {"usable": 1000, "first-map": 500, "hide": 100, "slider": 100, "first-map, vit_tiny": 1500}
+"""Target of the 95th percentile, in milliseconds."""
 
 
 def main() -> None:
@@ -36,32 +36,32 @@ def main() -> None:
         if options.weights:
             found: dict[str, list[float]] = {}
             weights = ["--weights", str(options.weights.resolve())]
-            visits(browser, "vit_tiny_patch16_224", weights, options.visits, found, poked=False)
+            visits(browser, "vit_tiny_patch16_224", weights, options.visits, found, hides=False)
             times["first-map, vit_tiny"] = found["first-map"]
     rows = [
-        [what, str(len(ms)), *(f"{np.percentile(ms, q):.0f}" for q in (50, 95)), f"{max(ms):.0f}", str(WANTED[what])]
+        [what, str(len(ms)), *(f"{np.percentile(ms, q):.0f}" for q in (50, 95)), f"{max(ms):.0f}", str(TARGETS[what])]
         for what, ms in times.items()
     ]
     command = "python -m benchmarks.page" + (" --weights FILE" if options.weights else "")
-    record("page", "Page response times", ["ms", "times", "p50", "p95", "longest", "wanted"], rows, command, cpu=True)
+    record("page", "Page response times", ["ms", "times", "p50", "p95", "longest", "target"], rows, command, cpu=True)
 
 
 def visits(
-    browser: Browser, model: str, more: list[str], count: int, times: dict[str, list[float]], poked: bool = True
+    browser: Browser, model: str, more: list[str], count: int, times: dict[str, list[float]], hides: bool = True
 ) -> None:
-    """Open the page again and again: choose an image, and poke and slide there."""
+    """Open the page several times; each time choose an image, hide patches and move the slider."""
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "here", *more, model=model) as server:
         for i in range(count):
             with visiting(browser, server.url) as visit:
-                first = one_visit(visit.open(f"/#seed={i + 1}"), PHOTOS[i % len(PHOTOS)], poked)
+                first = one_visit(visit.open(f"/#seed={i + 1}"), PHOTOS[i % len(PHOTOS)], hides)
                 times.setdefault("usable", []).extend(visit.measures("usable"))
                 times.setdefault("first-map", []).extend(first)
-                for what in ("poke", "slider") if poked else ():
+                for what in ("hide", "slider") if hides else ():
                     times.setdefault(what, []).extend(visit.measures(what))
 
 
-def one_visit(visit: Visit, photo: str, poked: bool) -> list[float]:
-    """Wait until the page is usable, choose an image, poke and slide; the milliseconds of the first map since then."""
+def one_visit(visit: Visit, photo: str, hides: bool) -> list[float]:
+    """Choose an image, hide patches and move the slider; returns the milliseconds until the first map."""
     page = visit.page
     wait(visit, lambda: bool(visit.measures("usable") and visit.measures("first-map")))
     page.wait_for_timeout(1500)  # thumbnails, fills
@@ -69,9 +69,9 @@ def one_visit(visit: Visit, photo: str, poked: bool) -> list[float]:
     visit.get(f"photo-{photo}").click()
     wait(visit, lambda: len(visit.measures("first-map")) > before)
     first = visit.measures("first-map")[before:]
-    if poked:
+    if hides:
         page.wait_for_timeout(1000)
-        poke(visit)
+        hide_patches(visit)
         visit.get("measure").click()
         wait(visit, visit.get("measure").is_disabled, 2)
         wait(visit, visit.get("measure").is_enabled)
@@ -81,20 +81,20 @@ def one_visit(visit: Visit, photo: str, poked: bool) -> list[float]:
     return first
 
 
-def poke(visit: Visit) -> None:
-    """Ten patches, one after the other, by the pointer."""
-    canvas = visit.get("poke")
+def hide_patches(visit: Visit) -> None:
+    """Hide ten patches one by one with the pointer."""
+    canvas = visit.get("photo")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     assert box is not None
     for i in range(10):
-        count = len(visit.measures("poke"))
+        count = len(visit.measures("hide"))
         visit.page.mouse.click(box["x"] + (i + 0.5) * box["width"] / 10, box["y"] + box["height"] / 2)
-        wait(visit, lambda count=count: len(visit.measures("poke")) > count, 2)  # type: ignore[misc]
+        wait(visit, lambda count=count: len(visit.measures("hide")) > count, 2)  # type: ignore[misc]
 
 
 def wait(visit: Visit, true: Callable[[], bool], seconds: float = 120) -> None:
-    """Until it is so, or the time is over."""
+    """Wait until a condition holds, or the time is over."""
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         visit.page.wait_for_timeout(20)

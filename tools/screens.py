@@ -1,4 +1,4 @@
-"""Photograph the page for docs/: `python -m tools.screens` (needs playwright, and Chromium at --browser)."""
+"""Take the screenshots of the page for docs/: `python -m tools.screens` (needs playwright and Chromium)."""
 
 from __future__ import annotations
 
@@ -12,52 +12,51 @@ from patchlight.web.serve import Server
 from patchlight.web.service import ModelService
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-METHODS = "genatt,tokentm,decompx.skipplus,posterior,random"
+METHODS = "auto,genatt,decompx.skipplus,posterior,random"
 FACE = "17-22,25-30,36,37,44,45,52,53"
 
 
 def compare(page: Page, url: str) -> None:
-    """Predictions, and maps beside each other."""
-    page.goto(f"{url}#image=dog-and-cat&target=5&against=3&methods={METHODS}")
-    _maps_are_there(page)
+    """The first view: half of the strongest patches are hidden."""
+    page.goto(f"{url}#image=dog-and-cat")
+    _ready(page)
+    page.get_by_test_id("play-step").fill("4")
+    page.wait_for_function("performance.getEntriesByName('hide').length > 0")
 
 
 def poke(page: Page, url: str) -> None:
-    """Patches are painted over, and the bars have followed."""
+    """Patches are hidden by hand, and the bars have followed."""
     page.goto(f"{url}#image=cat&methods={METHODS}&removed={FACE}")
-    _maps_are_there(page)
-    page.wait_for_function("performance.getEntriesByName('poke').length > 0")
+    _ready(page)
+    page.wait_for_function("performance.getEntriesByName('hide').length > 0")
 
 
 def truth(page: Page, url: str) -> None:
-    """Curves of all maps and of random orders."""
+    """The curves of all maps and of random orders."""
     page.goto(f"{url}#image=cat&methods={METHODS}&tested=1&step=5&shown=posterior")
-    page.get_by_test_id(f"truth-{METHODS.split(',')[-1]}").wait_for(timeout=120_000)
+    page.get_by_test_id("result-random").wait_for(timeout=120_000)
     page.wait_for_function("!document.querySelector('[data-testid=measure]').disabled", timeout=120_000)
     page.evaluate("document.querySelector('[data-testid=measure]').closest('section').scrollIntoView()")
 
 
-def _maps_are_there(page: Page) -> None:
-    page.wait_for_function(
-        f"document.querySelectorAll('[data-testid^=map-][data-state=done]').length >= {METHODS.count(',') + 1}",
-        timeout=60_000,
-    )
+def _ready(page: Page) -> None:
+    page.wait_for_function("!document.querySelector('[data-testid=play]').disabled", timeout=120_000)
 
 
-VIEWS = {"compare": (compare, 800), "poke": (poke, 800), "truth": (truth, 1280)}
-"""What is photographed, and how high it is."""
+VIEWS = {"compare": (compare, 860), "poke": (poke, 860), "truth": (truth, 1060)}
+"""The views, and the height of each."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--browser", default="/usr/bin/chromium")
-    given = parser.parse_args()
+    options = parser.parse_args()
     server = Server(ModelService(pl.load("pocket"), "pl.load('pocket')", "--model pocket"))
     server.start()
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=given.browser, args=["--no-sandbox"])
+        browser = play.chromium.launch(executable_path=options.browser, args=["--no-sandbox"])
         for name, (view, height) in VIEWS.items():
-            page = browser.new_page(viewport={"width": 1200, "height": height}, bypass_csp=True)  # to wait for words
+            page = browser.new_page(viewport={"width": 1320, "height": height}, bypass_csp=True)  # to wait for words
             view(page, server.url)
             page.wait_for_timeout(1000)
             page.screenshot(path=DOCS / f"page-{name}.png")

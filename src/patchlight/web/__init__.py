@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import EXTRAS, missing_extra
+
+
+class Refused(PatchlightError):
+    """A refused request: its HTTP status, a sentence, and headers."""
+
+    def __init__(self, status: int, sentence: str, **headers: str) -> None:
+        super().__init__(sentence)
+        self.status, self.headers = status, headers
 
 
 def check_extra() -> None:

@@ -72,10 +72,13 @@ def find_maps(
     for name, method in job.methods.items():
         if isinstance(method, PatchlightError):
             add(name, describe_error(method))
-        elif (cached := service.cached_map(question, method, seed)) is not None:
-            add(name, cached)
-        else:
+            continue
+        with service.lock:
+            cached = service.maps.get(job.map_key(name))
+        if cached is None:
             missing[name] = method
+        else:
+            add(name, cached)
 
     def finished(outcomes: Mapping[str, Outcome[Attribution]]) -> None:
         for label, outcome in outcomes.items():
@@ -85,7 +88,8 @@ def find_maps(
             prefix = f"{missing[label].name}: "
             warnings = dict.fromkeys(words.removeprefix(prefix) for words in collected if words.startswith(prefix))
             timed = TimedMap(outcome.result, outcome.seconds / outcome.shared_by, "; ".join(warnings))
-            service.cache_map(question, missing[label], seed, timed)
+            with service.lock:
+                service.maps[job.map_key(label)] = timed
             if outcome.shared_by == 1:
                 service.seconds[missing[label].name] = round(outcome.seconds, 3)
             add(label, timed)
@@ -121,15 +125,8 @@ def hide(job: JobInput[schemas.HideRequest]) -> schemas.HideResult:
     test = schemas.MeasureRequest(**request.model_dump())
     trial = job.service.trial(question, test)
     hiding, order = trial.hide(on_grid(att.scores, question.vit)[0])
-    return schemas.HideResult(
-        method=att.method,
-        order=order,
-        before=hiding.before,
-        after=hiding.after,
-        random_after=hiding.random_after,
-        quantity=trial.quantity_words,
-        words=hiding.words,
-    )
+    facts = {key: getattr(hiding, key) for key in ("before", "after", "random_after", "words")}
+    return schemas.HideResult(method=att.method, order=order, quantity=trial.quantity_words, **facts)
 
 
 def _map_result(label: str, timed: TimedMap) -> schemas.MapResult:
@@ -138,16 +135,14 @@ def _map_result(label: str, timed: TimedMap) -> schemas.MapResult:
     return schemas.MapResult(
         method=label,
         made_by=att.method,
-        ignores_class=att.ignores_class,
+        **{key: getattr(att, key) for key in ("ignores_class", "level", "seed")},
         scores=att.scores[0].tolist(),
         error=None if att.error is None else att.error[0].tolist(),
-        level=att.level,
         target=int(att.target[0]),
         target_label=att.target_names[0],
         against=None if att.against is None else int(att.against[0]),
         against_label=att.against_names[0] if att.against_names else None,
         settings={key: value for key, value in att.settings.items() if key not in ("chunk", "precision", "compile")},
-        seed=att.seed,
         seconds=round(timed.seconds, 3),
         warning=timed.warning,
     )
@@ -158,19 +153,12 @@ def measure(job: JobInput[schemas.MeasureRequest], running: RunningJob) -> None:
     question, request = job.question, job.request
     trial = job.service.trial(question, request)
     maps = explain(job, running)
-    random = trial.random
     measured = schemas.MeasureResult(
         fractions=[round(float(n) / float(trial.removed[-1]), 6) for n in trial.removed],
         removed=trial.removed.tolist(),
         quantity=trial.quantity,
         quantity_words=trial.quantity_words,
-        random=schemas.RandomOrders(
-            count=request.randoms,
-            curve=_mean_curve(random),
-            low=float(random.scores.min()),
-            high=float(random.scores.max()),
-            scores=random.scores.tolist(),
-        ),
+        random=_random_orders(trial.random),
         methods=[],
     )
     running.status.measured = measured
@@ -183,11 +171,7 @@ def measure(job: JobInput[schemas.MeasureRequest], running: RunningJob) -> None:
             order=result.curves.orders[0].tolist(),
             curve=_mean_curve(result.curves),
             predictions=question.predictions(result.curves.logits[0], 5),
-            beaten=result.beaten,
-            better=result.better,
-            effect=result.effect,
-            rank=0,
-            words=result.words,
+            **{key: getattr(result, key) for key in ("beaten", "better", "effect", "rank", "words")},
         )
         if request.sanity:
             answer.sanity, answer.sanity_words = _sanity(question, att, request.seed)
@@ -210,6 +194,12 @@ def _sanity(question: ResolvedQuestion, att: Attribution, seed: int) -> tuple[fl
     return schemas.digits(value), sanity_words(value)
 
 
+def _random_orders(curves: Curves) -> schemas.RandomOrders:
+    scores = curves.scores.tolist()
+    low, high = min(scores), max(scores)
+    return schemas.RandomOrders(count=len(scores), curve=_mean_curve(curves), low=low, high=high, scores=scores)
+
+
 def _mean_curve(curves: Curves) -> schemas.RemovalCurve:
     """The mean curves over one or several orders."""
     return schemas.RemovalCurve(
@@ -226,16 +216,10 @@ def inside(service: ModelService, request: schemas.Question) -> schemas.InsideRe
     question = service.resolve_question(request)
     vit = question.vit
     class_token = vit.prefix > 0 and vit.pooling not in ("avg", "max", "map")
-    attention, no_attention = _attention(question, class_token)
-    lens, no_lens = _lens(question)
-    return schemas.InsideResult(
-        attention=attention,
-        attention_reason=no_attention,
-        reads="from the class token" if class_token else "from all patches on average",
-        lens=lens,
-        lens_reason=no_lens,
-        quantity=quantity_of(vit),
-    )
+    fields = ("attention", "attention_reason", "lens", "lens_reason")
+    values: dict[str, Any] = dict(zip(fields, (*_attention(question, class_token), *_lens(question)), strict=True))
+    reads = "from the class token" if class_token else "from all patches on average"
+    return schemas.InsideResult(**values, reads=reads, quantity=quantity_of(vit))
 
 
 def _attention(question: ResolvedQuestion, class_token: bool) -> tuple[list[list[float | None]] | None, str]:

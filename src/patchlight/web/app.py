@@ -19,16 +19,13 @@ from starlette.exceptions import HTTPException
 from patchlight import __version__
 from patchlight.core.errors import PatchlightError
 from patchlight.evidence.fills import Painted
-from patchlight.web import answers, schemas
-from patchlight.web.files import make_file
-from patchlight.web.images import NotFound
+from patchlight.web import Refused, answers, schemas
+from patchlight.web.files import MEDIA, make_file
 from patchlight.web.jobs import RunningJob, describe_error
 from patchlight.web.service import JobInput, ModelService
 
 LOG = logging.getLogger("patchlight.web")
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FILES = ("image/png", "application/pdf", "application/zip", "text/html")
-"""Media types of the files that jobs make."""
+STATIC = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 UPLOADS = ("image/*", "application/octet-stream")
 _EVENT = {
     "type": "object",
@@ -169,7 +166,7 @@ async def _begin(job_input: JobInput[Any], kind: schemas.Kind, work: Work, respo
 async def _find_job(service: Service, job: Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]) -> RunningJob:
     running = service.jobs.find(job)
     if running is None:
-        raise NotFound(f"Job '{job}' does not exist, or has expired.")
+        raise Refused(404, f"Job '{job}' does not exist, or has expired.")
     return running
 
 
@@ -204,7 +201,9 @@ async def events(job: FoundJob) -> AsyncIterator[ServerSentEvent]:
         yield ServerSentEvent(event=name, raw_data=data)
 
 
-@routes.get("/jobs/{job}/file", summary="The file of a job", response_class=Response, responses={200: _content(*FILES)})
+@routes.get(
+    "/jobs/{job}/file", summary="The file of a job", response_class=Response, responses={200: _content(*MEDIA.values())}
+)
 async def file(job: FoundJob) -> Response:
     if job.file is None:
         raise HTTPException(409, "This job has no file, or not yet.")
@@ -220,8 +219,8 @@ BODIES = frozenset(route.path for route in _API if "POST" in (route.methods or (
 def _static(app: FastAPI) -> None:
     """Serve the page's files. They are read once, so no path from a client is ever opened."""
     folder = resources.files("patchlight.web").joinpath("static")
-    files = [file for file in folder.iterdir() if file.name.endswith(tuple(KINDS))]
-    contents = {file.name: (file.read_bytes(), KINDS[f".{file.name.rpartition('.')[2]}"]) for file in files}
+    ends = {file.name: file.name.rpartition(".")[2] for file in folder.iterdir()}
+    contents = {name: (folder.joinpath(name).read_bytes(), STATIC[end]) for name, end in ends.items() if end in STATIC}
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
@@ -237,9 +236,10 @@ def _static(app: FastAPI) -> None:
 
 async def _failure(request: Request, error: Exception) -> JSONResponse:
     """Answer an error with its status and one sentence."""
-    status, sentence = getattr(error, "status", 400), describe_error(error)
-    headers = {"retry-after": "1"} if status == 429 else {}
-    if isinstance(error, RequestValidationError):
+    status, sentence, headers = 400, describe_error(error), {}
+    if isinstance(error, Refused):
+        status, headers = error.status, error.headers
+    elif isinstance(error, RequestValidationError):
         status, sentence = 422, _validation_words(error)
     elif isinstance(error, HTTPException):
         status, sentence, headers = error.status_code, str(error.detail), dict(error.headers or {})

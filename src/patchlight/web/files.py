@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import shlex
@@ -25,18 +26,14 @@ SHARPER = 2
 MOST = 5
 """Number of classes in a report."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
-KINDS = {
-    "png": ("image/png", ".png"),
-    "pdf": ("application/pdf", ".pdf"),
-    "arrays": ("application/zip", ".zip"),
-    "report": ("text/html; charset=utf-8", ".html"),
-}
+ENDS = {"png": ".png", "pdf": ".pdf", "arrays": ".zip", "report": ".html"}
+MEDIA = {".png": "image/png", ".pdf": "application/pdf", ".zip": "application/zip", ".html": "text/html"}
 
 
 def make_file(job: JobInput[FileRequest], running: RunningJob) -> None:
     """Make the file of a job; finished maps and tests are reused."""
     request = job.request
-    kind, end = KINDS[request.kind]
+    end = ENDS[request.kind]
     if request.kind == "report":
         job.service.trial(job.question, request)  # refuses what cannot be tested before any map is made
     maps = explain(job, running)
@@ -44,7 +41,7 @@ def make_file(job: JobInput[FileRequest], running: RunningJob) -> None:
         data = report(job, maps, running)
     else:
         data = arrays(maps) if request.kind == "arrays" else picture(job.question, maps, end)
-    running.file = data, kind, f"{_plain(request.name)}-patchlight{end}"
+    running.file = data, MEDIA[end], f"{_plain(request.name)}-patchlight{end}"
     running.status.file = f"/api/jobs/{running.status.id}/file"
 
 
@@ -104,7 +101,7 @@ def command(job: JobInput[FileRequest]) -> str:
     words += ["--method", ",".join(method.name for method in request.methods)]
     for method in request.methods:
         for key, value in method.settings.items():
-            words += ["--set", f"{method.name}.{key}={'null' if value is None else _setting(value)}"]
+            words += ["--set", f"{method.name}.{key}={value if isinstance(value, str) else json.dumps(value)}"]
     words += ["--target", _class(question.vit, question.index)]
     words += [] if question.against is None else ["--against", _class(question.vit, question.against)]
     words += ["--seed", str(request.seed)] if request.seed else []
@@ -114,10 +111,6 @@ def command(job: JobInput[FileRequest]) -> str:
 def _class(vit: Anatomy, index: int) -> str:
     """A class on the command line: its index, unless a label looks like that index."""
     return vit.label(index) if str(index) in (vit.labels or ()) else str(index)
-
-
-def _setting(value: bool | int | float | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _predictions(question: ResolvedQuestion) -> list[tuple[str, float]]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from patchlight.web import Refused
 from patchlight.web.images import MOST_BYTES
 
 MOST_JSON = 2**20
@@ -21,14 +22,6 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'"
 )
-
-
-class Refused(Exception):
-    """A refused request: its status, a sentence, and headers."""
-
-    def __init__(self, status: int, sentence: str, **headers: str) -> None:
-        super().__init__(sentence)
-        self.status, self.headers = status, headers
 
 
 class Guard:
@@ -80,9 +73,8 @@ class Guard:
                     self._check_token(headers)
                 body = await self._body(scope, headers, receive, until_answered)
             except Refused as refused:
-                await JSONResponse({"error": str(refused)}, refused.status, refused.headers)(
-                    scope, receive, send_secured
-                )
+                answer = JSONResponse({"error": str(refused)}, refused.status, refused.headers)
+                await answer(scope, receive, send_secured)
                 return
             await self._app(scope, _replay(body, receive), send_secured)
 
@@ -101,9 +93,8 @@ class Guard:
             raise Refused(403, "Requests from other sites are refused.")
 
     def _check_token(self, headers: dict[str, str]) -> None:
-        if self._token is None:
-            return
-        if not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self._token}".encode()):
+        secret, header = f"Bearer {self._token}".encode(), headers.get("authorization", "").encode()
+        if self._token is not None and not hmac.compare_digest(header, secret):
             words = "A token is required: send 'Authorization: Bearer TOKEN', or open the page with '#token=TOKEN'."
             raise Refused(401, words, **{"www-authenticate": "Bearer"})
 
@@ -121,8 +112,7 @@ class Guard:
             async with asyncio.timeout(BODY_SECONDS):
                 return await self._read(receive, limit, int(length), until_answered)
         except TimeoutError:
-            words = f"The body did not arrive within {BODY_SECONDS:.0f} seconds."
-            raise Refused(408, words, connection="close") from None
+            raise Refused(408, f"The body took over {BODY_SECONDS:.0f} seconds.", connection="close") from None
 
     async def _read(self, receive: Receive, limit: int, length: int, until_answered: contextlib.ExitStack) -> bytes:
         parts: list[bytes] = []
@@ -154,8 +144,7 @@ class Guard:
 
 
 def _too_large(limit: int) -> Refused:
-    size = f"{limit // 2**20} MB" if limit >= 2**20 else f"{limit // 2**10} kB"
-    return Refused(413, f"The body is too large; the limit is {size}.", connection="close")
+    return Refused(413, f"The body is too large; the limit is {limit // 2**20} MB.", connection="close")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -11,7 +11,7 @@ import secrets
 import threading
 from dataclasses import dataclass, replace
 
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.images import FORMATS, open_image
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Painted, fill_images
+from patchlight.web import Refused
 from patchlight.web.schemas import Photo
 from patchlight.zoo.pocket import PHOTOS
 
@@ -33,12 +34,6 @@ SHARP, LONGEST = 448, 768
 
 _SCANS = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e]")
 """The first bytes of a JPEG scan."""
-
-
-class NotFound(PatchlightError):
-    """An image or job that does not exist, or has expired."""
-
-    status = 404
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +75,11 @@ class ImageStore:
 
     def add(self, data: bytes) -> StoredImage:
         """Keep an upload. Anything but an image, and images with too many pixels, is refused before decoding."""
-        name = "u-" + hmac.new(self._key, data, hashlib.sha256).hexdigest()[:40]
-        with self._lock:
-            image = self._uploads.get(name)
-        if image is None:
-            image = self._prepare(name, decode(data))
-            with self._lock:
-                self._uploads[name] = image
-        return image
+        return self._decoded("u-" + hmac.new(self._key, data, hashlib.sha256).hexdigest()[:40], data)
+
+    @cachedmethod(lambda self: self._uploads, key=lambda self, name, data: name, lock=lambda self: self._lock)
+    def _decoded(self, name: str, data: bytes) -> StoredImage:
+        return self._prepare(name, decode(data))
 
     def keep(self, name: str, picture: Image.Image) -> StoredImage:
         """Keep a picture under a name until the server ends, for `pl.show`, whose page cannot upload it again."""
@@ -100,7 +92,7 @@ class ImageStore:
         if image is not None:
             return image
         if name not in {photo.id for photo in self.photos}:
-            raise NotFound(f"Image '{name}' does not exist, or has expired; upload it again.")
+            raise Refused(404, f"Image '{name}' does not exist, or has expired; upload it again.")
         return self.keep(name, open_image(PHOTOS / f"{name}.jpg"))
 
     def _prepare(self, name: str, picture: Image.Image) -> StoredImage:
@@ -158,10 +150,8 @@ def decode(data: bytes) -> Image.Image:
 def _pack(picture: Image.Image) -> bytes:
     """Compress a picture for display; a small one, which is shown magnified, without loss."""
     out = io.BytesIO()
-    if picture.width * picture.height < 2**16:
-        picture.save(out, "PNG")
-    else:
-        picture.save(out, "JPEG", quality=92, subsampling=0)
+    small = picture.width * picture.height < 2**16
+    picture.save(out, "PNG") if small else picture.save(out, "JPEG", quality=92, subsampling=0)
     return out.getvalue()
 
 

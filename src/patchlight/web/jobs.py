@@ -1,8 +1,4 @@
-"""Queues of work, and jobs that report progress and can be cancelled.
-
-Quick work (a few passes), slow work (thousands) and files have a queue each, so the page stays responsive while a slow
-method runs.
-"""
+"""Queues of work with a thread each, and jobs that report progress and can be cancelled."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ import torch
 
 from patchlight.core.errors import Cancelled, PatchlightError
 from patchlight.core.progress import Watcher, watch
+from patchlight.web import Refused
 from patchlight.web.schemas import JobProgress, JobStatus, Kind
 
 T = TypeVar("T")
@@ -29,18 +26,6 @@ KEPT, FILES, MINUTES, ROOM = 256, 16, 15, 64 * 2**20
 """Finished jobs that are remembered, how many of them with their file, for how long, and characters of all events."""
 INTERVAL = 0.1
 """Seconds between two progress events."""
-
-
-class QueueFull(PatchlightError):
-    """Too much work is waiting."""
-
-    status = 429
-
-
-class TimeLimitExceeded(PatchlightError):
-    """A piece of work took too long."""
-
-    status = 503
 
 
 @dataclass(eq=False)
@@ -66,7 +51,7 @@ class Control:
         except Cancelled:
             if self.stop.is_set() or not self.late:
                 raise
-            raise TimeLimitExceeded(f"This took longer than {self.limit:.0f} seconds and was stopped.") from None
+            raise Refused(503, f"This took longer than {self.limit:.0f} seconds and was stopped.") from None
 
 
 class WorkQueue:
@@ -81,7 +66,7 @@ class WorkQueue:
     def submit(self, function: Callable[[], T]) -> asyncio.Task[T]:
         """Run a function in the thread when its turn has come."""
         if len(self._waiting) >= self._most:
-            raise QueueFull(f"{self._most} requests are waiting; try again in a moment.")
+            raise Refused(429, f"{self._most} requests are waiting; try again in a moment.", **{"retry-after": "1"})
         task = asyncio.create_task(self._call(function))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)

@@ -27,7 +27,6 @@ def digits(value: float | None) -> float | None:
 
 Integer = Annotated[int, BeforeValidator(_number)]
 Index = Annotated[Integer, Field(ge=0, lt=2**31)]
-Seed = Annotated[Integer, Field(ge=0, lt=2**31)]
 _WAIT = Field(ge=0, le=60, description="Seconds to wait for the end of the job before answering.")
 Seconds = Annotated[float, BeforeValidator(_number), _WAIT]
 ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or the id of an upload.")]
@@ -91,7 +90,7 @@ class PredictRequest(Question):
 
 class ExplainRequest(Question):
     methods: Annotated[list[MethodRequest], AfterValidator(once_each)] = Field(min_length=1, max_length=MOST_METHODS)
-    seed: Seed = 0
+    seed: Index = 0
     wait: Seconds = 0
     model_config = _example(image="cat", methods=[{"name": "auto"}], wait=30)
 
@@ -109,7 +108,7 @@ class HideRequest(Question, Removed):
     """The map whose strongest patches are hidden; exactly one method."""
 
     methods: list[MethodRequest] = Field([MethodRequest(name="auto")], min_length=1, max_length=1)
-    seed: Seed = 0
+    seed: Index = 0
 
 
 class MeasureRequest(ExplainRequest, Removed):
@@ -201,9 +200,7 @@ class FaithfulnessResult(BaseModel):
     effect: Number = Field(description="Score minus the mean score of random orders, as a share of the score's range.")
     rank: int = Field(description="Rank among the tested maps, 1 is best; 0 until all are tested.")
     words: str = Field(description="The result in words: better than random or not, effect size, rank.")
-    sanity: Annotated[
-        Number, Field(description="Similarity to maps of the model with random weights; 1: nothing changed.")
-    ] = None
+    sanity: Annotated[Number, Field(description="Similarity to maps of the model with random weights.")] = None
     sanity_words: str = ""
 
 
@@ -220,9 +217,7 @@ class RandomOrders(BaseModel):
 class MeasureResult(BaseModel):
     fractions: list[float] = Field(description="The fraction of patches removed at each step.")
     removed: list[int] = Field(description="The number of patches removed at each step.")
-    quantity: Literal["probability", "similarity", "output"] = Field(
-        description="The score of one class; a similarity is (1 + cosine) / 2, as in the metric `ins-del`."
-    )
+    quantity: Literal["probability", "similarity", "output"] = Field(description="The score of one class.")
     quantity_words: str = Field(description="What the curves show, such as 'difference of probabilities'.")
     random: RandomOrders
     methods: list[FaithfulnessResult]

@@ -20,8 +20,7 @@ from patchlight.web.guard import Guard
 from patchlight.web.service import ModelService
 
 HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
-"""Seconds for the head of a request to arrive, seconds that a client may leave an answer unread, and the largest number
-of connections."""
+"""Seconds for the head of a request, seconds that an answer may stay unread, and the largest number of connections."""
 
 
 class TimeLimitedProtocol(H11Protocol):
@@ -169,6 +168,5 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        words = f"Cannot listen on {host}:{port}: {error.strerror}. --port 0 takes a free port."
-        raise PatchlightError(words) from error
+        raise PatchlightError(f"Cannot listen on {host}:{port}: {error.strerror}; --port 0 finds one.") from error
     return listener

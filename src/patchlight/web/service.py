@@ -137,9 +137,7 @@ def _choices(kind: Any) -> set[Any]:
 
 def quantity_of(vit: Anatomy) -> schemas.Quantity:
     """What the values of the classes are."""
-    if vit.probable:
-        return "probability"
-    return "cosine" if vit.outputs.kind == "cosine" else "output"
+    return "probability" if vit.probable else "cosine" if vit.outputs.kind == "cosine" else "output"
 
 
 class ModelService:
@@ -157,8 +155,8 @@ class ModelService:
         self.files = WorkQueue("files", 8, SLOW, each)
         self.jobs = JobStore()
         self.seconds: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._maps: LRUCache[Hashable, TimedMap] = LRUCache(256)
+        self.lock = threading.Lock()
+        self.maps: LRUCache[Hashable, TimedMap] = LRUCache(256)
         self._trials: LRUCache[Hashable, Trial] = LRUCache(32)
         self._results: LRUCache[Hashable, Faithfulness] = LRUCache(256)
         self._models: LRUCache[Hashable, Anatomy] = LRUCache(8)
@@ -185,8 +183,8 @@ class ModelService:
 
     def forget(self) -> None:
         """Clear the caches: the model may have been trained meanwhile."""
-        with self._lock:
-            for cache in (self._maps, self._trials, self._results, self._models, self._logits):
+        with self.lock:
+            for cache in (self.maps, self._trials, self._results, self._models, self._logits):
                 cache.clear()
 
     def close(self) -> None:
@@ -225,35 +223,27 @@ class ModelService:
             targets = Targets(targets.index, torch.tensor([[against]]))
         return ResolvedQuestion(vit, image, targets, logits, (image.id, texts, index, question.against))
 
-    @cachedmethod(lambda self: self._models, lock=lambda self: self._lock)
+    @cachedmethod(lambda self: self._models, lock=lambda self: self.lock)
     def _with_texts(self, texts: tuple[str, ...], template: str) -> Anatomy:
         if not _takes_texts(self.vit):
             raise Unsupported(f"{self.vit.name} has no text encoder, so its classes are fixed; leave out texts.")
         return (self.vit.bare or self.vit).ask(Texts(list(texts), template=template))
 
-    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, texts: (image.id, texts), lock=lambda s: s._lock)
+    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, texts: (image.id, texts), lock=lambda s: s.lock)
     def _image_logits(self, vit: Anatomy, image: StoredImage, texts: Hashable) -> Tensor:
         return vit.logits(image.tensor).float().cpu()
 
-    @cachedmethod(lambda self: self._trials, key=lambda self, *args: _test_key(*args), lock=lambda self: self._lock)
+    @cachedmethod(lambda self: self._trials, key=lambda self, *args: _test_key(*args), lock=lambda self: self.lock)
     def trial(self, question: ResolvedQuestion, test: schemas.MeasureRequest) -> Trial:
         """The faithfulness test of a question; its random orders are computed once."""
         settings = (test.steps, test.unit, test.fill, test.randoms, test.seed)
         return Trial(question.vit, question.image.tensor, question.targets, *settings, self.chunk)
 
-    @cachedmethod(lambda self: self._results, key=lambda _, job, name, att: job.test_key(name), lock=lambda s: s._lock)
+    @cachedmethod(lambda self: self._results, key=lambda _, *args: _result_key(*args), lock=lambda s: s.lock)
     def test_result(self, job: JobInput[schemas.MeasureRequest], name: str, att: Attribution) -> Faithfulness:
         """The faithfulness test of one map."""
         scores = on_grid(att.scores, job.question.vit)[0]
         return self.trial(job.question, job.request).of(scores)
-
-    def cached_map(self, question: ResolvedQuestion, request: Request, seed: int) -> TimedMap | None:
-        with self._lock:
-            return self._maps.get(_map_key(question, request, seed))
-
-    def cache_map(self, question: ResolvedQuestion, request: Request, seed: int, timed: TimedMap) -> None:
-        with self._lock:
-            self._maps[_map_key(question, request, seed)] = timed
 
     def resolve_method(self, method: schemas.MethodRequest) -> Request | PatchlightError:
         """A method with its settings, in chunks that can be cancelled in time; or what is wrong."""
@@ -292,19 +282,18 @@ class ModelService:
         return {self.auto if name == "auto" else name: purpose for name, purpose in RECOMMENDED.items()}
 
     def methods(self) -> list[schemas.MethodFacts]:
-        facts = []
-        for info in self._listed:
-            request = resolve(info.name)
-            facts.append(
-                schemas.MethodFacts(
-                    **vars(info),
-                    quick=is_quick(request),
-                    ignores_class=(request.suited(self.vit) if info.supported else request).ignores_class,
-                    seconds=self.seconds.get(info.name),
-                    purpose=self._recommended.get(info.name, ""),
-                )
-            )
-        return facts
+        def facts(info: MethodInfo, request: Request) -> schemas.MethodFacts:
+            ignores = (request.suited(self.vit) if info.supported else request).ignores_class
+            purpose, seconds = self._recommended.get(info.name, ""), self.seconds.get(info.name)
+            known: dict[str, Any] = {
+                "quick": is_quick(request),
+                "ignores_class": ignores,
+                "purpose": purpose,
+                "seconds": seconds,
+            }
+            return schemas.MethodFacts(**vars(info), **known)
+
+        return [facts(info, resolve(info.name)) for info in self._listed]
 
     def facts(self) -> schemas.ModelFacts:
         vit = self.vit
@@ -325,10 +314,8 @@ class ModelService:
             fill_names={fill: describe_fill(fill) for fill in get_args(Painted)},
             photos=self.images.photos,
             image=self.images.photos[0].id if self.images.photos else None,
-            auto=self.auto,
+            **{key: getattr(self, key) for key in ("auto", "python", "cli")},
             methods=self.first_methods,
-            python=self.python,
-            cli=self.cli,
             bytes=MOST_BYTES,
             pixels=MOST_PIXELS,
             device=str(vit.device),
@@ -357,14 +344,15 @@ class JobInput(Generic[R]):
     def question(self) -> ResolvedQuestion:
         return self.service.resolve_question(self.request, self.image)
 
-    def test_key(self, name: str) -> Hashable:
-        """Identifies the faithfulness test of a method's map in the cache."""
-        request, method = cast(schemas.MeasureRequest, self.request), cast(Request, self.methods[name])
-        return _test_key(self.question, request), _map_key(self.question, method, request.seed)
+    def map_key(self, name: str) -> Hashable:
+        """Identifies the map of a method in the cache."""
+        method = cast(Request, self.methods[name])
+        settings = repr(sorted(method.settings.items(), key=str))
+        return (*self.question.key, method.name, settings, self.request.seed)
 
 
-def _map_key(question: ResolvedQuestion, request: Request, seed: int) -> Hashable:
-    return (*question.key, request.name, repr(sorted(request.settings.items(), key=str)), seed)
+def _result_key(job: JobInput[schemas.MeasureRequest], name: str, att: Attribution) -> Hashable:
+    return job.map_key(name), _test_key(job.question, job.request)
 
 
 def _test_key(question: ResolvedQuestion, test: schemas.MeasureRequest) -> Hashable:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
     from patchlight.web.serve import Server
 
-HEIGHT = 900
-"""Height of the page in a notebook, in pixels."""
 _OPEN: dict[int, tuple[Any, Server]] = {}
 """The servers by the id of the model that was passed; keeping the model makes sure that its id is not reused."""
 _LOCK = threading.Lock()
@@ -79,7 +77,7 @@ def show(
     target: Target = None,
     *,
     seed: int = 0,
-    height: int = HEIGHT,
+    height: int = 900,
     port: int = 0,
 ) -> View:
     """Open the local web page of a model: in a notebook as a frame, elsewhere by its address, which is printed.
@@ -105,8 +103,7 @@ def show(
     height, seed = integer("height", height, 100, 20_000), integer("seed", seed, 0, 2**31 - 1)
     port = integer("port", port, 0, 65_535)
     if image is not None and not isinstance(image, PICTURES):
-        kind = type(image).__name__
-        raise PatchlightError(f"image is a {kind}; give a path, a PIL image or the name of a bundled photograph.")
+        raise PatchlightError(f"image is a {type(image).__name__}; give a path, a PIL image or a bundled photograph.")
     opened = _open(vit)
     state = [*_link_state(opened, methods, target), *([("seed", str(seed))] if seed else [])]
     picture = _bundled_or_opened(image)
@@ -125,9 +122,7 @@ def _link_state(vit: Anatomy, methods: Selection | None, target: Target) -> list
     targets = resolve_targets(target, 1, vit.outcomes, vit.labels)
     if targets is not None:
         if targets.count != 1:
-            raise PatchlightError(
-                f"target {target!r} names {targets.count} classes; the page explains one, or a pair (a, b)."
-            )
+            raise PatchlightError(f"target {target!r} names {targets.count} classes; give one, or a pair (a, b).")
         state.append(("target", str(int(targets.index[0, 0]))))
         if targets.against is not None:
             state.append(("against", str(int(targets.against[0, 0]))))

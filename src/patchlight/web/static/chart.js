@@ -78,7 +78,7 @@ function strip(box, result) {
   group.append(s("line", { class: "grid", x1: left, x2: left + width, y1: top + 12, y2: top + 12 }));
   if (low !== null && high !== null) {
     group.append(s("rect", { class: "band", x: x(low), y: top, width: Math.max(2, x(high) - x(low)), height: 24, rx: 3 }));
-    group.append(s("text", { class: "tick", x: x((low + high) / 2), y: top + 40, "text-anchor": "middle" }, "random"));
+    group.append(s("text", { class: "tick", x: Math.min(left + width - 80, Math.max(left + 80, x((low + high) / 2))), y: top + 40, "text-anchor": "middle" }, "random"));
   }
   for (const score of finite(scores)) group.append(s("line", { class: "rung", x1: x(score), x2: x(score), y1: top + 7, y2: top + 17 }));
   result.methods.forEach((each, i) => {

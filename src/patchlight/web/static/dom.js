@@ -38,6 +38,9 @@ export function valueText(value, quantity) {
   return percent > 0 && percent < 0.1 ? "< 0.1 %" : `${percent.toFixed(1)} %`;
 }
 
+/** A name that may break after its dots and hyphens. */
+export const breakable = (name) => name.split(/(?<=[.-])/).flatMap((part) => [part, h("wbr")]);
+
 /** The position of a patch in words. */
 export const place = (patch, columns) => `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
 

@@ -1,7 +1,7 @@
 /** The maps: the large one is requested first, then the other quick ones together, then slow ones one by one. */
 import { follow } from "./api.js";
 import { link, strongest } from "./cursor.js";
-import { $, duration, h, number, onFrame, place, say } from "./dom.js";
+import { $, breakable, duration, h, number, onFrame, place, say } from "./dom.js";
 import { commonScale, drawHeat, drawLegend, flat, onPatches, robustScale } from "./heat.js";
 import { covers, photo } from "./picture.js";
 import { toggle } from "./hide.js";
@@ -152,7 +152,7 @@ function cardOf(method) {
     name, state: "new", key: "", work: null, progress: null, error: "", lost: false, drawn: "", shows: "", canvas,
     parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
-      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, name), enlarge, close),
+      h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, breakable(name)), enlarge, close),
       stage,
       h("div", { class: "scale" }, low, legend, high),
       h("div", { class: "card-foot" }, here, fact?.ignores_class && badge(), took), note, working, failed),

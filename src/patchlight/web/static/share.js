@@ -115,12 +115,14 @@ const draw = settled(() => {
   $("link-hint").textContent = bundled()
     ? "The link contains the whole view."
     : "The link works while this server has your image in memory. Save the session to keep both.";
+  // a method that ignores the class is refused for a contrast
+  const methods = state.methods.filter(({ name }) => state.against === null || name === "random" || !facts.methods.get(name)?.ignores_class);
   const lines = {
-    open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : uploaded().name ?? "photo.jpg", bundled: bundled(), methods: state.methods,
+    open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : uploaded().name ?? "photo.jpg", bundled: bundled(), methods,
     target: state.against === null ? state.target : asked(), against: state.against, labels: labels(), texts: state.texts, template: state.template, seed: state.seed,
     test: state.tested && { steps: STEPS, unit: state.unit, fill: state.fill },
   };
-  const ready = state.methods.length > 0;
+  const ready = methods.length > 0;
   $("python").textContent = ready ? pythonLines(lines) : "# Choose a method first.";
   const shell = facts.model.cli ? shellLine(lines) : "# This model was passed to pl.show; the command line loads models by name.";
   $("cli").textContent = ready ? shell : "# Choose a method first.";

@@ -43,7 +43,7 @@ async function measure(sanity) {
     const end = await follow("measure", asked, hear, mine.signal);
     if (mine !== job) return;
     if (end.state === "cancelled") trouble($("test-trouble"), "The test was cancelled.", () => measure(sanity));
-    const failures = Object.entries(end.failures ?? {}).map(([name, sentence]) => `${name}: ${sentence}`);
+    const failures = Object.entries(end.failures ?? {}).map(([name, sentence]) => (sentence.includes(`'${name}'`) ? sentence : `${name}: ${sentence}`));
     if (failures.length) trouble($("test-trouble"), failures.join(" "), () => measure(sanity));
     if (end.state === "done") {
       set({ tested: true });
