@@ -400,7 +400,7 @@ def test_a_method_is_described_with_its_wrappers() -> None:
 
 
 def test_an_unknown_kind_of_figure_is_refused(folder: Path, tiny: pl.Anatomy) -> None:
-    assert "a folder's name ends with '/'" in refused("explain", "photos/a.jpg", "--out", "a.pgn")
+    assert "end the name of a folder with '/'" in refused("explain", "photos/a.jpg", "--out", "a.pgn")
     run("explain", "photos/a.jpg", "--out", "a.pgn/")
     assert Path("a.pgn/a.png").is_file()
 
