@@ -1,6 +1,6 @@
-"""Patchlight shows which patches of an image a Vision Transformer decided on, and measures how far that can be trusted.
+"""Patchlight shows which patches of an image drove a Vision Transformer's prediction, and measures how faithful that is.
 
-Importing it is cheap: the names in `__init__.pyi` are loaded when they are first used.
+The names in `__init__.pyi` are loaded when they are first used, so that the import is cheap.
 """
 
 import lazy_loader

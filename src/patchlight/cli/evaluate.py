@@ -83,7 +83,7 @@ def evaluate(
         vit = model.load()
         shown = open_images([images], data, vit.labels, listed)
         if maps is not None:
-            saved, methods, shown = find_maps(maps, shown, methods, whole=listed is None)
+            saved, methods, shown = find_maps(maps, shown, methods, keep_others=listed is None)
             task = replace(task, saved=saved, methods=methods)
         update(description="measuring", total=len(shown) * len(methods))
         measured = measure_files(task, vit, shown, log, lambda count: update(advance=count))

@@ -49,12 +49,7 @@ P = ParamSpec("P")
 
 
 class Registry(Mapping[str, N], Generic[N]):
-    """Entries of one kind by name.
-
-    Args:
-        noun: The kind of entry in errors.
-        rooms: The modules that register the bundled entries; they are imported on first use.
-    """
+    """Entries of one kind (`noun`) by name; the modules `rooms` register the bundled ones when first used."""
 
     def __init__(self, noun: str, rooms: Sequence[str] = ()) -> None:
         self.noun = noun
@@ -264,14 +259,9 @@ def make_decorator(
 def resolve_settings(
     owner: str, known: Mapping[str, Setting], start: Settings, given: Settings, also: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The values of all settings, checked.
+    """The checked values of all settings: defaults, `start` over them, then what was `given`.
 
-    Args:
-        owner: The name of the function in errors.
-        known: The settings.
-        start: Values that replace the defaults.
-        given: The user's values.
-        also: Further valid keywords, for the hint of an error.
+    `owner` is named in errors, and `also` are further valid keywords for their hints.
     """
     values = {key: setting.default for key, setting in known.items()} | dict(start)
     for key, value in given.items():
@@ -298,15 +288,7 @@ def resolve_all(
     noun: str,
     resolve: Callable[[str, Settings], R],
 ) -> list[R]:
-    """Resolve a selection of methods or metrics.
-
-    Args:
-        selection: Names with or without settings, or requests that are already resolved.
-        settings: Settings of all of them.
-        kind: The type of a request.
-        noun: "method" or "metric".
-        resolve: Resolves a name or label and its settings.
-    """
+    """Resolve a selection of methods or metrics (`noun`) with common settings; requests stay as they are."""
     if isinstance(selection, list | tuple) and selection and all(isinstance(each, kind) for each in selection):
         return list(selection)
     advice = f"give a name, a list of names, or a dict of names and settings, {{label: {{'{noun}': name, …}}}}"

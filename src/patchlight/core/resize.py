@@ -31,13 +31,7 @@ def to_pixels(
 ) -> Tensor:
     """Interpolate values of cells [...,h,w] to pixels [...,H,W]; pixels outside the grid get the nearest value.
 
-    Args:
-        values: Values of cells.
-        size: Height and width of the image.
-        extent: Height and width of the pixels that the grid covers; by default the image.
-        upsampling: The interpolation.
-        align_corners: As in `torch.nn.functional.interpolate`.
-        averaged: Average cells that are smaller than pixels, instead of sampling them.
+    With `averaged`, cells that are smaller than pixels are averaged instead of sampled.
     """
     if tuple(values.shape[-2:]) == tuple(size):
         return values

@@ -36,14 +36,7 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
 
 
 def measure_seconds(request: MetricRequest, vit: Anatomy, forward: float, explanation: float) -> float:
-    """About how many seconds a metric needs for one image.
-
-    Args:
-        request: The metric.
-        vit: The model.
-        forward: Seconds of a forward pass.
-        explanation: Seconds of a map, for metrics that explain images themselves.
-    """
+    """About how many seconds a metric needs for one image, given those of a forward pass and of a map."""
     settings = request.settings
     if request.metric.explains:
         return int(settings.get("samples", vit.depth + 3)) * explanation
@@ -60,13 +53,7 @@ def comparison_seconds(
 
 
 def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
-    """Seconds per image of a forward pass, the fastest of at most three that together take about `most` seconds.
-
-    Args:
-        vit: The model.
-        image: One image [1,C,H,W], repeated to a batch of eight.
-        most: Stop repeating after this many seconds.
-    """
+    """Seconds per image [1,C,H,W] of a forward pass of eight, the fastest of three within about `most` seconds."""
     vit.logits(image)  # the first pass of a process is slower
     batch, times = image.repeat(BATCH, 1, 1, 1), list[float]()
     while len(times) < 3 and (not times or sum(times) < most):

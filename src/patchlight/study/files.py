@@ -208,7 +208,7 @@ def _number(value: float) -> float | None:
 
 
 def find_maps(
-    folder: Path, data: Data, methods: Sequence[str], whole: bool = True
+    folder: Path, data: Data, methods: Sequence[str], keep_others: bool = True
 ) -> tuple[dict[str, dict[str, Path]], list[str], Data]:
     """The attributions saved below a folder, by image and method.
 
@@ -216,7 +216,7 @@ def find_maps(
         folder: What `patchlight explain … --save` wrote. Names there lack the suffix if it is not needed.
         data: The images.
         methods: The methods to measure; by default all that have maps. A method without maps is an error.
-        whole: Whether to keep maps of other images, so that they are reported.
+        keep_others: Whether to keep maps of other images, so that they are reported.
 
     Returns:
         The folders of the maps, the methods, and the images that have maps.
@@ -241,7 +241,7 @@ def find_maps(
         raise PatchlightError(
             f"the maps in '{folder}' belong to none of --images: there is no '{first}'; {nearest(first, data.names)}"
         )
-    saved |= folders if whole else {}
+    saved |= folders if keep_others else {}
     available = sorted({name for each in saved.values() for name in each})
     unknown = next((name for name in methods if name not in available), None)
     if unknown is not None:

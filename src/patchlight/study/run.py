@@ -342,18 +342,7 @@ def measure(
     metrics: Mapping[str, Sequence[MetricRequest]],
     options: MeasureOptions,
 ) -> dict[str, dict[str, Outcome[Evaluation]]]:
-    """Measure maps batch by batch; only the values are kept.
-
-    Args:
-        vit: The model.
-        images: The images, as in `explain`.
-        maps: Maps by label, as in `evaluate`.
-        metrics: The metrics of each label.
-        options: See `MeasureOptions`.
-
-    Returns:
-        Outcomes by label and metric.
-    """
+    """Measure maps by label, as in `evaluate`, batch by batch; returns outcomes by label and metric."""
     vit.renew()
     columns = {label: [_Column(request, options.isolate) for request in metrics[label]] for label in maps}
     for column in itertools.chain(*columns.values()):

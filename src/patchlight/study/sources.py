@@ -81,11 +81,7 @@ def checked_annotations(
 ) -> Callable[[slice], Beside]:
     """Check annotations, and return a function that selects those of some images.
 
-    Args:
-        given: The annotations.
-        count: The number of images; None if it is not known.
-        vit: The model.
-        streamed_labels: The list to which the labels of a stream are added as they are read.
+    The labels of a stream are added to `streamed_labels` as they are read.
     """
     given_labels = None if streamed_labels is not None else given.labels
     if count is None and any(each is not None for each in (given_labels, given.boxes, given.masks)):

@@ -104,12 +104,7 @@ def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float 
 
 
 def choose_methods(selection: Selection | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
-    """The methods of a race by label, most promising first and with `random`, and why others do not work on the model.
-
-    Args:
-        selection: The user's methods; by default all.
-        vit: The model.
-    """
+    """The methods of a race by label, most promising first and with `random`, and why others do not work on the model."""
     if selection is None:
         names = [*FIRST, *sorted(set(METHODS) - set(FIRST))]
         requests = [resolve(name) for name in names if name.split(".")[0] in METHODS]
@@ -136,13 +131,7 @@ def choose_methods(selection: Selection | None, vit: Anatomy) -> tuple[dict[str,
 def affordable_methods(
     works: Mapping[str, Request], forward: float, allowed: float
 ) -> tuple[dict[str, Request], dict[str, str]]:
-    """Methods with settings for which a map takes at most `allowed` seconds, and why others are left out.
-
-    Args:
-        works: The methods.
-        forward: Seconds of a forward pass.
-        allowed: Seconds of a map.
-    """
+    """Methods with settings for which a map takes at most `allowed` seconds, and why others are left out."""
     fitting: dict[str, Request] = {}
     left_out: dict[str, str] = {}
     for label, request in works.items():
@@ -155,14 +144,9 @@ def affordable_methods(
 
 
 def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
-    """A method with as many samples as fit, or the reason why there would be too few.
+    """A method with as many samples as fit into `allowed` seconds, or the reason why there would be too few.
 
-    The label contains the number of samples if it is not the default.
-
-    Args:
-        request: The method.
-        seconds: Seconds of a forward pass.
-        allowed: Seconds of a map.
+    `seconds` is the time of a forward pass. The label contains the number of samples if it is not the default.
     """
     setting = "samples" if "samples" in request.settings else "steps"
     base = request.name.split(".")[0]

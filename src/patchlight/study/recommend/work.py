@@ -60,16 +60,7 @@ class Clock:
 
 
 class RaceWorker:
-    """Explains and measures images by their places; every finished cell is recorded.
-
-    Args:
-        gallery: The images.
-        panel: The methods and metrics.
-        record: The record of cells.
-        clock: The time.
-        forward: Seconds of a forward pass.
-        progress: Called after every step.
-    """
+    """Explains and measures images by their places, and records every cell; `forward` are the seconds of a pass."""
 
     def __init__(
         self,
