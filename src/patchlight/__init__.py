@@ -1,4 +1,4 @@
-"""Patchlight shows which patches of an image drove a Vision Transformer's prediction, and measures how faithful that is.
+"""Patchlight shows which patches drove a Vision Transformer's prediction, and measures how faithful that is.
 
 The names in `__init__.pyi` are loaded when they are first used, so that the import is cheap.
 """

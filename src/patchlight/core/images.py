@@ -356,7 +356,9 @@ def in_batches(
         images: What `to_batch` takes; or a generator, DataLoader or Dataset of it, which is streamed. Its items may
             be tuples such as (images, labels).
         size: Images per batch.
-        preprocess, channels, note: As in `to_batch`.
+        preprocess: As in `to_batch`.
+        channels: As in `to_batch`.
+        note: As in `to_batch`.
         labels: A list to which the labels of a stream are added as they are read.
     """
     images = image_list(images)

@@ -104,7 +104,7 @@ def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float 
 
 
 def choose_methods(selection: Selection | None, vit: Anatomy) -> tuple[dict[str, Request], dict[str, str]]:
-    """The methods of a race by label, most promising first and with `random`, and why others do not work on the model."""
+    """The methods of a race by label, most promising first and with `random`, and why others do not work."""
     if selection is None:
         names = [*FIRST, *sorted(set(METHODS) - set(FIRST))]
         requests = [resolve(name) for name in names if name.split(".")[0] in METHODS]
