@@ -151,7 +151,7 @@ def test_repr_names_only_the_first_maps(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pl.Attribution, "captions", property(lambda self: asked.append(len(self)) or named(self)))
     many = pl.Attribution(torch.zeros(1000, 2, 2), torch.arange(1000), "genatt", "a model", (32, 32))
     told = repr(many)
-    assert told == "<Attribution by genatt of a model for class 0, class 1, class 2…: 1000 image(s), 2x2 tokens>"
+    assert told == "<Attribution by genatt of a model for class 0, class 1, class 2…: 1000 images, 2x2 tokens>"
     assert max(asked) <= 4
 
 

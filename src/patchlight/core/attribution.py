@@ -388,7 +388,8 @@ class Attribution:
         grid = "x".join(map(str, self.grid))
         first = self[:4].captions  # only the first: there may be many
         names = ", ".join(dict.fromkeys(first[:3])) + ("…" if len(first) > 3 else "")
-        return f"<Attribution by {self.method} of {self.model} for {names}: {len(self)} image(s), {grid} {self.level}s>"
+        images = f"{len(self)} image{'' if len(self) == 1 else 's'}"
+        return f"<Attribution by {self.method} of {self.model} for {names}: {images}, {grid} {self.level}s>"
 
     def _repr_html_(self) -> str:
         from patchlight.core.drawing import heat_html
