@@ -13,7 +13,7 @@ import patchlight as pl
 from patchlight.core.targets import Targets
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
-from patchlight.methods.dave import Sample, contributions, random_samples, robust_mean, smoothed
+from patchlight.methods.dave import NoisyCopy, contributions, random_samples, robust_mean, smoothed
 from tests.families import build, images, shared
 from tests.reference import deit_tiny, inputs, reference
 
@@ -99,7 +99,7 @@ def test_the_operator_is_the_authors() -> None:
     torch.testing.assert_close(filtered.float(), torch.from_numpy(ref["post"]), atol=2e-6, rtol=0)
 
 
-def authors_sample(matrix: Tensor, index: int, step: int, strength: float) -> Sample:
+def authors_sample(matrix: Tensor, index: int, step: int, strength: float) -> NoisyCopy:
     """Step `step` of image `index`: kornia places pixels by their corners and samples at their centres."""
     side = 224
     corners = torch.tensor([[2 / (side - 1), 0, -1], [0, 2 / (side - 1), -1], [0, 0, 1]], dtype=torch.float64)
@@ -109,7 +109,7 @@ def authors_sample(matrix: Tensor, index: int, step: int, strength: float) -> Sa
     theta = (corners @ affine.inverse() @ corners.inverse())[:2]
     theta[0] *= -1 if flipped else 1
     noise = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(100000 + 1000 * index + step))[0]
-    return Sample(theta.float(), noise, strength)
+    return NoisyCopy(theta.float(), noise, strength)
 
 
 @pytest.mark.slow
@@ -122,8 +122,8 @@ def test_maps_are_the_authors(index: int) -> None:
     ask = asked(deit_tiny(), inputs()[index : index + 1], int(ref["target"][index]))
     variants = {
         "maps": samples,
-        "affine_only": [Sample(s.theta, None, s.strength) for s in samples],
-        "noise_only": [Sample(None, s.noise, s.strength) for s in samples],
+        "affine_only": [NoisyCopy(s.theta, None, s.strength) for s in samples],
+        "noise_only": [NoisyCopy(None, s.noise, s.strength) for s in samples],
     }
     for name, some in variants.items():
         (found,) = contributions(ask, some, "libra")

@@ -197,7 +197,11 @@ def load(
 
 
 def list_models(pattern: str = "") -> list[str]:
-    """The names that `load` accepts without a prefix: pocket, and timm's plain and hierarchical transformers."""
+    """The names that `load` accepts without a prefix: pocket, and timm's plain and hierarchical transformers.
+
+    Args:
+        pattern: Part of a name, or a pattern with wildcards; by default all names.
+    """
     return match_names((name for family in in_order() for name in family.names()), pattern)
 
 

@@ -60,7 +60,12 @@ class Variants(Protocol):
 
 @dataclass(frozen=True)
 class TokenSubsets:
-    """Variant v is image owner[v] with the patches keep[v] [V,k] and all prefix tokens; all others are removed."""
+    """Variants of images: image owner[v] with the patches keep[v] and all prefix tokens; all others are removed.
+
+    Args:
+        owner: The image [V] of each variant.
+        keep: The patches [V,k] that are kept.
+    """
 
     owner: Tensor
     keep: Tensor
@@ -74,10 +79,12 @@ class TokenSubsets:
 
 @dataclass(frozen=True)
 class PixelMasks:
-    """Variant v is image owner[v] where mask[v] is 1 and the fill where it is 0.
+    """Variants of images: image owner[v] where mask[v] is 1, and the fill where it is 0.
 
-    Masks [V,h,w] have patch or pixel resolution (nearest-upsampled); `fill` is [B,C,H,W], one per image, or an
-    imputation.
+    Args:
+        owner: The image [V] of each variant.
+        masks: Masks [V,h,w] at patch or pixel resolution (nearest-upsampled).
+        fill: Fills [B,C,H,W], one per image, or an imputation.
     """
 
     owner: Tensor

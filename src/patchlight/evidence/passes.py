@@ -177,10 +177,18 @@ class Trace:
 def trace(
     vit: Anatomy | nn.Module, images: Any, target: Target = None, score: Score = "logit", rule: str = "plain"
 ) -> Iterator[Trace]:
-    """Everything one forward and one backward see of a model (an Anatomy or a module), for people inventing methods.
+    """Everything that one forward and one backward pass read of a model, for developing methods.
 
-    >>> with pl.trace(vit, images, target=281) as t:            # doctest: +SKIP
-    ...     row = (t.attention[-1] * t.attention_gradients[-1]).relu().mean(1)[:, 0]
+    Args:
+        vit: The model.
+        images: The images, as in `explain`.
+        target: The class, as in `explain`.
+        score: What is explained, as in `explain`.
+        rule: The name of the backward rule.
+
+    Example:
+        >>> with pl.trace(vit, images, target=281) as t:                                        # doctest: +SKIP
+        ...     row = (t.attention[-1] * t.attention_gradients[-1]).relu().mean(1)[:, 0]
     """
     backward = RULES.find(rule)
     vit = wrap(vit)

@@ -22,9 +22,15 @@ from patchlight.evidence.rows import has_tiles
 class Rule:
     """A backward rule, defined by what it does to each type of operation.
 
-    attention: `frozen` holds the attention matrix constant; `uniform` gives half the gradient to each factor of a
-    product of activations. norm: `frozen` holds the standard deviation constant (the mean stays in the graph).
-    activation: `ratio` replaces f'(h) by f(h)/h. gate: whether a product of two activations passes half to each.
+    Args:
+        name: The name, which may follow that of a method.
+        paper: The source.
+        attention: "frozen" holds the attention matrix constant; "uniform" gives half the gradient to each factor of a
+            product of activations.
+        norm: "frozen" holds the standard deviation constant; the mean stays in the graph.
+        activation: "ratio" replaces f'(h) by f(h)/h.
+        gate: "half" passes half the gradient to each factor of a product of two activations.
+        aliases: Other names.
     """
 
     name: str
@@ -47,7 +53,11 @@ for _rule in (
 
 
 def register_rule(rule: Rule) -> Rule:
-    """Register a backward rule, so that its name may follow that of a method."""
+    """Register a backward rule, so that its name may follow that of a method.
+
+    Args:
+        rule: The rule.
+    """
     return RULES.add(rule)
 
 

@@ -50,7 +50,14 @@ WHOLE = Course()
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A function of the evidence of one block, of which it reads `needs`, run at some blocks, PIXELS or FEATURES."""
+    """A function of the evidence of one block, and where it is run.
+
+    Args:
+        function: The function.
+        needs: The quantities that it reads.
+        layers: Blocks, PIXELS or FEATURES.
+        name: The name of the function in errors.
+    """
 
     function: Callable[[Evidence], Any]
     needs: frozenset[str]

@@ -57,12 +57,16 @@ Needs = AbstractSet[str] | Callable[[Settings], AbstractSet[str]]
 class LayerMaps:
     """The layer maps of one class, as compositions read them.
 
-    `values` by block: vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`; `pool` [B,N] is how the
-    classifier reads the last tokens; `end` has the bias terms after the last block.
-
     In a hierarchical model the blocks of each stage have their own N. `merged` turns a row over the tokens that enter
     block l + 1 into one over those that leave block l; `lifted` turns values into those of the tokens that enter block
     0. A merged token's share is split equally among its children.
+
+    Args:
+        values: By block, vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`.
+        vit: The model.
+        pool: How the classifier reads the last tokens [B,N].
+        end: The bias terms after the last block.
+        base: The method's map restricted to the blocks from one on, if it has a start.
     """
 
     values: Mapping[int, Any]
@@ -70,7 +74,6 @@ class LayerMaps:
     pool: Tensor
     end: EndBias = field(default_factory=EndBias)
     base: Callable[[LayerMaps, int], Tensor] | None = None
-    """The method's map restricted to the blocks from one on, if it has a start."""
 
     def merged(self, row: Tensor, layer: int) -> Tensor:
         """Turn a row over the tokens that enter block `layer` into one over those that leave the block before it."""
@@ -116,10 +119,16 @@ class LayerMaps:
 
 @dataclass(frozen=True)
 class Composition:
-    """How layer maps are combined: a function of LayerMaps, and the blocks it reads (`span` of depth and settings).
+    """How the layer maps of several blocks are combined.
 
-    `staged`: it reads the blocks' maps by `vector`, or pulls rows by `merged` and `lifted`, so it works on the stages
-    of a hierarchical model, which have different tokens.
+    Args:
+        function: A function of LayerMaps.
+        span: The blocks that it reads, from the model's depth and the settings.
+        name: The name, which may follow that of a method.
+        matrices_only: Whether the layer maps must be matrices.
+        aliases: Other names.
+        staged: Whether it works on the stages of a hierarchical model, which have different tokens: it reads the maps
+            with `vector`, or pulls rows with `merged` and `lifted`.
     """
 
     function: Callable[..., Tensor]
@@ -199,12 +208,20 @@ def _shared_names(parts: Sequence[Estimate]) -> list[str]:
 
 @dataclass(frozen=True)
 class Ask:
-    """The input of a method that is not a layer map: the model, the images, their classes, and a seed.
+    """The input of a method that is not a layer map.
 
-    `layers` are the blocks whose maps a method with a composition returns; `ablation_settings` are chunk, precision and
-    compile of a method that ablates; `precision` is that of the passes of one that does not. `shared` is a cache for
-    the methods that explain the same images and classes, and `together` is what several of them read of the images'
-    forward pass.
+    Args:
+        vit: The model.
+        images: Preprocessed images [B,C,H,W].
+        targets: The classes to explain.
+        score: What is explained of a class.
+        seed: Random seed.
+        rule: The backward rule.
+        layers: The blocks whose maps a method with a composition returns.
+        ablation_settings: The settings chunk, precision and compile of a method that ablates.
+        precision: The precision of the passes of a method that does not ablate.
+        shared: A cache for the methods that explain the same images and classes.
+        together: What several of these methods read of the forward pass of the images.
     """
 
     vit: Anatomy

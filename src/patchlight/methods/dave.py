@@ -27,7 +27,7 @@ OUTLIER = 2.5
 
 
 @dataclass(frozen=True)
-class Sample:
+class NoisyCopy:
     """One copy of the images: where each of its pixels comes from, and its noise.
 
     Args:
@@ -64,7 +64,7 @@ class Sample:
         return kept * pulled
 
 
-def random_samples(count: int, shape: torch.Size, warp: bool, noise: float, seed: int) -> list[Sample]:
+def random_samples(count: int, shape: torch.Size, warp: bool, noise: float, seed: int) -> list[NoisyCopy]:
     """Samples of images [C,H,W], the same for every image."""
     generator = torch.Generator().manual_seed(seed)
     aspect = shape[-1] / shape[-2]
@@ -80,7 +80,7 @@ def random_samples(count: int, shape: torch.Size, warp: bool, noise: float, seed
             theta = torch.cat([linear, -(linear @ shift)[:, None]], 1)
             theta[0] *= -1 if flip < 0.5 else 1
         drawn = torch.randn(shape, generator=generator) if noise > 0 else None
-        samples.append(Sample(theta, drawn, strength))
+        samples.append(NoisyCopy(theta, drawn, strength))
     return samples
 
 
@@ -96,7 +96,7 @@ def robust_mean(values: Tensor) -> Tensor:
     return (values * keep).sum(0) / keep.sum(0)
 
 
-def contributions(ask: Ask, samples: list[Sample], rule: str) -> Iterator[Tensor]:
+def contributions(ask: Ask, samples: list[NoisyCopy], rule: str) -> Iterator[Tensor]:
     """The clean image times its pulled-back gradient, for one image after another: [S,C,H,W]."""
     ask = replace(ask, rule=RULES[rule])
     reads = LayerJob(lambda block: block.g, frozenset({"g"}), (PIXELS,))

@@ -373,8 +373,12 @@ class MethodInfo:
 def list_methods(vit: Anatomy | nn.Module | None = None) -> TableList[MethodInfo]:
     """All methods; with a model, which of them work on it and why the others do not.
 
-    >>> "genatt" in [m.name for m in list_methods()]
-    True
+    Args:
+        vit: The model.
+
+    Example:
+        >>> "genatt" in [m.name for m in list_methods()]
+        True
     """
     if vit is not None:
         from patchlight.anatomy.load import wrap

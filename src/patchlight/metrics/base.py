@@ -59,11 +59,24 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Measure:
-    """The input of a metric. `maps` [B,h,w] are finite, float32 or wider, on the model's device.
+    """The input of a metric.
 
-    `targets` are the explained classes, one per image; `labels` [B] the true ones, -1 if not known; `boxes` one [n,4]
-    tensor per image (xmin, ymin, xmax, ymax) and `masks` [B,H,W] (1 object, 0 background, -1 not labelled), both in
-    preprocessed pixels. `method` makes maps of other images, or of another model, as these were made.
+    Args:
+        vit: The model.
+        images: Preprocessed images [B,C,H,W].
+        maps: Finite maps [B,h,w], float32 or wider, on the model's device.
+        targets: The explained classes, one per image.
+        labels: The true classes [B]; -1 if not known.
+        boxes: Boxes [n,4] of each image (xmin, ymin, xmax, ymax) in preprocessed pixels.
+        masks: Masks [B,H,W] in preprocessed pixels: 1 object, 0 background, -1 not labelled.
+        method: Computes maps of other images, or of another model, as these were computed.
+        seed: Random seed.
+        ablation_settings: The settings chunk, precision and compile of a metric that ablates.
+        shared: A cache for the metrics of one call.
+        clean: A cache of what depends only on the images, for the maps of all methods.
+        kept: A cache for later batches.
+        current: Whether `method` computed the maps, from these images, classes and seed.
+        facts: Numbers [B] that the method reports per image, by name.
     """
 
     vit: Anatomy
@@ -76,17 +89,11 @@ class Measure:
     method: MapFunction | None = None
     seed: int = 0
     ablation_settings: Mapping[str, Any] = field(default_factory=dict)
-    """`chunk`, `precision` and `compile` of a metric that ablates."""
     shared: dict[Any, Any] = field(default_factory=dict)
-    """A cache for the metrics of one call."""
     clean: dict[Any, Any] = field(default_factory=dict)
-    """A cache of what depends only on the images, for the maps of all methods."""
     kept: dict[Any, Any] = field(default_factory=dict)
-    """A cache for later batches."""
     current: bool = False
-    """Whether `method` made the maps, from these images, classes and seed."""
     facts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Numbers that the method reports per image [B], by name."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -231,9 +238,14 @@ def ranked(maps: Tensor, seed: int = 0, reverse_ties: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a metric on a batch: `values` [B], `curve` [B,P] over `x` [P], and reasons for missing values.
+    """The result of a metric on a batch.
 
-    `parts` are per-image columns [B,...] whose sums over images make the data set's number (`Metric.combine`).
+    Args:
+        values: The values [B].
+        curve: The curves [B,P].
+        x: The axis [P] of the curves.
+        parts: Columns [B,...] whose sums over images give the value of the data set (`Metric.combine`).
+        reasons: Why values are undefined, by index of the image.
     """
 
     values: Tensor
@@ -436,9 +448,21 @@ def _translate(entry: Metric, preset: Any, key: str, value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A metric's value for every image: `values` [B] float64, NaN where undefined, with `reasons`.
+    """The values of a metric for all images.
 
-    `mean` is the data set's number: the mean of the defined values, or the metric's micro average.
+    `mean` is the value of the data set: the mean of the defined values, or the metric's micro average.
+
+    Args:
+        metric: The name of the metric.
+        values: The values [B] in float64; NaN if undefined.
+        higher_is_better: Whether higher values are better.
+        bounds: The lowest and highest possible value.
+        curve: The curves [B,P] of the images, if the metric has any.
+        x: The axis [P] of the curves.
+        reasons: Why a value is undefined, for each image; empty if it is defined.
+        settings: The settings of the metric.
+        parts: Columns [B,...] of a micro average.
+        combine: Computes a micro average from the sums of `parts`.
     """
 
     metric: str
