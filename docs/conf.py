@@ -1,4 +1,4 @@
-"""How Sphinx makes the documentation; `python -m tools.docs` stages the pages it reads."""
+"""Configuration of Sphinx; `python -m tools.docs` stages the pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ project = "Patchlight"
 author = "the Patchlight developers"
 copyright = "the Patchlight developers"
 version = release = patchlight.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 smartquotes = False
 exclude_patterns = ["_static", "**.ipynb_checkpoints"]
 suppress_warnings = ["misc.highlighting_failure"]
@@ -21,7 +21,7 @@ nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
 nb_render_markdown_format = "myst"
-nb_output_stderr = "remove"  # bars
+nb_output_stderr = "remove"  # progress bars
 
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -44,9 +44,9 @@ html_theme_options = {
 
 
 def setup(app):
-    """Docstrings are plain words with `code` in them."""
+    """Docstrings are plain text with `code`, in Google style."""
 
-    def plain_words(app, what, name, thing, options, lines):
+    def plain_text(app, what, name, thing, options, lines):
         lines[:] = as_rst(lines)
 
-    app.connect("autodoc-process-docstring", plain_words)
+    app.connect("autodoc-process-docstring", plain_text, priority=100)  # before napoleon, which writes reStructuredText
