@@ -140,3 +140,20 @@ def test_one_model_under_two_labels_has_rows_of_both(tmp_path: Path) -> None:
     run(two, tmp_path / "run")
     rows = pq.read_table(tmp_path / "run" / "units").to_pylist()
     assert len({(r["model"], r["image"], r["method"], r["metric"]) for r in rows}) == len(rows) == 2 * 2 * 4 * 2
+
+
+def test_a_renamed_unit_is_noted_and_measured_again(tmp_path: Path) -> None:
+    out = made(tmp_path)
+    store, whole = Store(out), Store(out).results()
+    first, second, *_ = sorted((out / "units").iterdir())
+    renamed = first.rename(first.with_name(f"{second.name.rpartition('-')[0]}-{first.stem.rpartition('-')[2]}.parquet"))
+    second.unlink()
+    summary = run(override(recipe(tmp_path / "images"), images=4), out)
+    note = f"'units/{renamed.name}' does not contain the unit of its name; it is measured again"
+    assert [words for words in summary.notes if "unit of its name" in words] == [note]
+    assert summary.now > 0
+    assert not renamed.exists()
+    found = store.results()
+    assert found.done == whole.done
+    assert all(torch.equal(found.columns[key].values, own.values) for key, own in whole.columns.items())
+    assert run(override(recipe(tmp_path / "images"), images=4), out).notes == ()

@@ -48,7 +48,7 @@ def test_diffmask_needs_gates_of_the_model(name: str, tmp_path: Path) -> None:
     images = torch.zeros(1, 3, *other.preprocess.size)
     with pytest.raises(pl.PatchlightError, match="needs a trained explainer"):
         draw(name, other, images, progress=False)
-    with pytest.raises(pl.PatchlightError, match="DiffMask cannot explain another: the explainer was made for"):
+    with pytest.raises(pl.PatchlightError, match="DiffMask cannot explain another: the explainer was trained for"):
         draw(name, other, images, explainer=pocket.HERE / "pocket-diffmask", progress=False)
 
 

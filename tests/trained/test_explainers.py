@@ -167,23 +167,29 @@ def test_an_explainer_that_does_not_fit_or_is_damaged_is_refused(kind: Kind, tmp
     half = toy()
     half.model.bfloat16()
     kind.explainer.read(tmp_path, half)
-    for vit, words in ((toy(depth=3), "made for toy with 2 blocks, not 3"), (toy(seed=1), "other weights of toy")):
+    for vit, words in ((toy(depth=3), "trained for toy with 2 blocks, not 3"), (toy(seed=1), "other weights of toy")):
         with pytest.raises(PatchlightError, match=words):
             kind.explainer.read(tmp_path, vit)
     file = tmp_path / f"{kind.explainer.kind}.json"
     text, number = file.read_text(), kind.explainer.format
     for old, new, words in (
-        (f'"format": {number}', '"format": 0', rf"made by an earlier Patchlight \(format 0, this one reads {number}\)"),
-        (f'"format": {number}', '"format": 9', "a later Patchlight"),
-        (f'"kind": "{kind.explainer.kind}"', '"kind": "other"', "of another kind, 'other'"),
+        (
+            f'"format": {number}',
+            '"format": 0',
+            rf"an earlier version of Patchlight \(format 0; this version reads {number}\)",
+        ),
+        (f'"format": {number}', '"format": 9', "a later version of Patchlight"),
+        (f'"kind": "{kind.explainer.kind}"', '"kind": "other"', "of another kind: 'other'"),
     ):
         file.write_text(text.replace(old, new))
         with pytest.raises(PatchlightError, match=words):
             kind.explainer.read(tmp_path)
     header = json.loads(text)
-    option = next(key for key in header if key not in ("format", "kind", "model", "about"))
+    option = next(key for key in header if key not in ("format", "kind", "model", "hashes", "about"))
     damaged = [{**header, "model": None}, {**header, option: "many"}, {**header, "model": {**header["model"], "x": 1}}]
-    damaged += [{key: value for key, value in header.items() if key != missing} for missing in header]
+    damaged += [
+        {key: value for key, value in header.items() if key != missing} for missing in header if missing != "hashes"
+    ]
     for content in (*(json.dumps(each).encode() for each in (*damaged, [], None)), b"", b"\xff\xfe{}", b"[" * 99999):
         file.write_bytes(content)
         refuses("is damaged: ", kind.explainer.read, tmp_path)
@@ -192,5 +198,28 @@ def test_an_explainer_that_does_not_fit_or_is_damaged_is_refused(kind: Kind, tmp
     with pytest.raises(PatchlightError, match="damaged"):
         kind.explainer.read(tmp_path)
     file.unlink()
-    with pytest.raises(PatchlightError, match=rf"{kind.explainer.title} explainer \({file.name} is missing\)"):
+    with pytest.raises(PatchlightError, match=rf"not hold a {kind.explainer.title} explainer: {file.name} is missing"):
         kind.explainer.read(tmp_path)
+
+
+@KINDS
+def test_all_weights_of_the_model_are_compared_in_every_precision(kind: Kind, tmp_path: Path) -> None:
+    quick = {key: min(value, 2) if "steps" in key else value for key, value in kind.quick.items()}
+    kind.train(toy(), batches(), kind.settings(**quick), out=tmp_path)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        vit = toy()
+        vit.model.to(dtype)
+        kind.explainer.read(tmp_path, vit)
+    changed = toy()
+    with torch.no_grad():
+        max(changed.model.parameters(), key=Tensor.numel).view(-1)[100] += 1e-3
+    with pytest.raises(PatchlightError, match="other weights of toy"):
+        kind.explainer.read(tmp_path, changed)
+    file = tmp_path / f"{kind.explainer.kind}.json"
+    header = json.loads(file.read_text())
+    assert list(header.pop("hashes")) == ["torch.float32", "torch.float16", "torch.bfloat16"]
+    file.write_text(json.dumps(header))  # as older versions wrote it: four numbers of every weight are compared
+    kind.explainer.read(tmp_path, toy())
+    kind.explainer.read(tmp_path, changed)
+    with pytest.raises(PatchlightError, match="other weights of toy"):
+        kind.explainer.read(tmp_path, toy(seed=1))

@@ -169,7 +169,7 @@ def begin(
         store.sweep(scope)
         notes += [f"{damage}: made again" for damage in store.drop_damaged(scope)]
         if alone or earlier is None:
-            store.arrange(planned)  # so that no row is ever read under another plan
+            notes += store.arrange(planned)  # so that no row is read under another plan
             write_manifest(store.manifest_path, _manifest(planned, options, resources, earlier, notes))
         for files in store.failed(scope if options.shard == WHOLE else [folder]) if options.retry else ():
             store.set_aside(files)

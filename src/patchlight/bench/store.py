@@ -199,13 +199,19 @@ class Store:
         units = (plan.unit_of(key) for key, files in self.files().items() if files.there)
         return [unit for unit in units if unit is not None]
 
-    def arrange(self, plan: Plan) -> None:
-        """Have the shards hold nothing but units of the plan; the rest goes to earlier/, and comes back.
+    def arrange(self, plan: Plan) -> list[str]:
+        """Move units that are not of the plan to earlier/, and units of the plan back from there.
 
-        So that whoever reads units/*.parquet reads each row once.
+        So units/*.parquet contains every row once. A file whose rows are not those of the unit in its name was renamed:
+        it is removed, and reported in the notes that this returns.
         """
+        notes = []
         for key, files in self.files().items():
-            if plan.unit_of(key) is None:
+            unit = plan.unit_of(key)
+            if unit is not None and files.rows is not None and not _contains(files, unit):
+                notes.append(f"'units/{files.rows.name}' does not contain the unit of its name; it is measured again")
+                _remove(files)
+            elif unit is None:
                 self.set_aside(files)
         done = {(unit.group.key, i) for unit in self.units(plan) for i in range(unit.start, unit.stop)}
         for key, files in self.files([self.folder / "earlier"]).items():
@@ -216,6 +222,7 @@ class Store:
             if not places & done:
                 done |= places
                 _move(files, self.folder)
+        return notes
 
     def set_aside(self, files: Files) -> None:
         """Put the files of a unit into earlier/, so that it is run again; what is right in it can be reused."""
@@ -228,8 +235,7 @@ class Store:
             damaged = files.damaged
             if damaged or not files.there:
                 notes += [_damage(path) for path in damaged]
-                for path in filter(None, files):
-                    path.unlink(missing_ok=True)
+                _remove(files)
         return notes
 
     @cached_property
@@ -351,8 +357,23 @@ def _sound(path: Path | None) -> bytes | None:
     return data if data is not None and path is not None and checksum(data) == path.stem.rpartition("-")[2] else None
 
 
+def _contains(files: Files, unit: Unit) -> bool:
+    """Whether the rows of a file are those of a unit, by their number and the first and last of them."""
+    table = files.table(["cell"])
+    if table is None or len(table) != unit.values:
+        return False
+    pairs = list(unit.group.made)
+    expected = [unit.cells(pairs[0])[0], unit.cells(pairs[-1])[-1]]
+    return [table["cell"][0].as_py(), table["cell"][len(table) - 1].as_py()] == expected
+
+
 def _damage(path: Path) -> str:
     return f"'{path.parent.name}/{path.name}' is damaged"
+
+
+def _remove(files: Files) -> None:
+    for path in filter(None, files):
+        path.unlink(missing_ok=True)
 
 
 def _move(files: Files, root: Path) -> None:

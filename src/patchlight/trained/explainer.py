@@ -1,10 +1,11 @@
-"""An explainer: a trained network, the model it was made for, and the folder it is kept in."""
+"""Trained explainers: a network, the model it was trained for, and the folder that stores both."""
 
 from __future__ import annotations
 
 import copy
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,14 +19,15 @@ from torch import Tensor, nn
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, first_line
 from patchlight.core.files import write_atomic
-from patchlight.core.fingerprints import fingerprint, stamp
+from patchlight.core.fingerprints import fingerprint, hash_tensor, json_digest, stamp
 from patchlight.core.registry import Settings
 
 Network = TypeVar("Network", bound=nn.Module)
+HASHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Model(BaseModel, extra="forbid"):
-    """What must agree between the model an explainer was made for and the one it explains."""
+    """The properties that the model an explainer was trained for and the model it explains must share."""
 
     name: str
     blocks: int
@@ -36,25 +38,35 @@ class _Model(BaseModel, extra="forbid"):
 
 
 class _Header(BaseModel, extra="allow"):
-    """The JSON file of an explainer; the keys that are not listed here are the options of its network."""
+    """The JSON file of an explainer; other keys are options of its network. Older files have no `hashes`."""
 
     kind: str
     format: int
     model: _Model
     about: dict[str, Any]
+    hashes: dict[str, str] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Explainer(ABC, Generic[Network]):
-    """A trained network, what model it was made for, and how it was trained."""
+    """A trained network, the model it was trained for, and how it was trained.
+
+    Attributes:
+        network: The network.
+        model: Properties of the model that must match; see `describe_model`.
+        signature: Four numbers of every weight of the model, which older files compare.
+        about: The settings and the result of the training.
+        hashes: Hashes of all weights of the model, by number type.
+    """
 
     kind: ClassVar[str]
-    """What its JSON file is called; `weights`: its safetensors file."""
+    """Name of its JSON file, without the suffix."""
     weights: ClassVar[str]
+    """Name of its safetensors file, without the suffix."""
     title: ClassVar[str]
     format: ClassVar[int]
     command: ClassVar[str]
-    """`patchlight COMMAND train` and `pl.COMMAND.train` make one."""
+    """`patchlight COMMAND train` and `pl.COMMAND.train` train one."""
     need: ClassVar[tuple[str, str]]
     """What a model needs, and its pronoun: ("gates", "them")."""
     shipped: ClassVar[Path]
@@ -66,47 +78,54 @@ class Explainer(ABC, Generic[Network]):
     model: dict[str, Any]
     signature: Tensor
     about: dict[str, Any] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
     _ready: dict[Any, Network] = field(default_factory=dict, repr=False)
 
     @staticmethod
     @abstractmethod
     def why_not(vit: Anatomy) -> str | None:
-        """Why a model cannot have such an explainer; None when it can."""
+        """Why a model cannot have such an explainer; None if it can."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """What `build` needs besides the weights."""
+        """The options that `build` needs besides the weights."""
 
     @staticmethod
     @abstractmethod
     def build(weights: dict[str, Tensor], options: dict[str, Any]) -> Network:
-        """The network again."""
+        """Build the network from its weights and options."""
 
     @classmethod
     def of(cls, network: Network, vit: Anatomy, **about: Any) -> Self:
-        rounded = network.to(cls.stored).float()  # what is used is what is read again
-        return cls(rounded.requires_grad_(False).eval(), described(vit), signature(vit), about)
+        """The explainer of a network that was trained for a model."""
+        network = network.to(cls.stored).float().requires_grad_(False).eval()  # the same numbers as after a reload
+        return cls(network, describe_model(vit), weight_signature(vit), about, weight_hashes(vit, HASHED_TYPES))
 
     def mismatch(self, vit: Anatomy) -> str | None:
-        """Why this explainer does not belong to a model; None when it does."""
-        mine, other = self.model, described(vit)
-        wrong = [key for key in mine if key != "name" and mine[key] != other[key]]
+        """Why this explainer does not fit a model; None if it fits."""
+        expected, actual = self.model, describe_model(vit)
+        wrong = [key for key in expected if key != "name" and expected[key] != actual[key]]
         if wrong:
-            differences = " and ".join(f"{mine[key]} {key.replace('_', ' ')}, not {other[key]}" for key in wrong)
-            return f"the explainer was made for {mine['name']} with {differences}"
+            differences = " and ".join(f"{expected[key]} {key.replace('_', ' ')}, not {actual[key]}" for key in wrong)
+            return f"the explainer was trained for {expected['name']} with {differences}"
         now = stamp(vit.model)
-        seen = _SEEN.setdefault(self, WeakKeyDictionary())
-        known, fits = seen.get(vit, (None, False))
-        if known != now:  # reading weights takes many small copies from a device, so only when they changed
-            fits = self._signed(vit)
-            seen[vit] = (now, fits)
-        return None if fits else f"the explainer was made for other weights of {mine['name']}"
+        checks = _CHECKS.setdefault(self, WeakKeyDictionary())
+        checked_stamp, fits = checks.get(vit, (None, False))
+        if checked_stamp != now:  # reading all weights is slow, so only when they changed
+            fits = self._fits_weights(vit)
+            checks[vit] = (now, fits)
+        return None if fits else f"the explainer was trained for other weights of {expected['name']}"
 
-    def _signed(self, vit: Anatomy) -> bool:
-        here, mine = signature(vit), self.signature
-        if here.shape != mine.shape:
+    def _fits_weights(self, vit: Anatomy) -> bool:
+        """Whether all weights are the same, rounded to the type of the model; older files compare four numbers each."""
+        dtype = min((p.dtype for p in vit.model.parameters()), key=lambda dtype: dtype.itemsize, default=torch.float32)
+        dtype = torch.float32 if dtype == torch.float64 else dtype
+        if str(dtype) in self.hashes:
+            return weight_hashes(vit, [dtype])[str(dtype)] == self.hashes[str(dtype)]
+        here, expected = weight_signature(vit), self.signature
+        if here.shape != expected.shape:
             return False
-        return float(((here - mine).abs() / (here.abs() + mine.abs() + 1e-6)).mean()) <= 5e-3
+        return float(((here - expected).abs() / (here.abs() + expected.abs() + 1e-6)).mean()) <= 5e-3
 
     def on(self, like: Tensor) -> Network:
         """The network in a tensor's type and on its device."""
@@ -116,52 +135,61 @@ class Explainer(ABC, Generic[Network]):
         return self._ready[key]
 
     def save(self, folder: str | Path) -> Path:
-        """Write the weights and a JSON file into a folder; an explainer of this kind that lies there is replaced."""
+        """Write the weights and a JSON file into a folder; an explainer of this kind in the folder is replaced."""
         from safetensors.torch import save
 
         folder = Path(folder)
         state = self.network.state_dict()
         tensors = {name: value.detach().to("cpu", self.stored).contiguous() for name, value in state.items()}
         write_atomic(folder / f"{self.weights}.safetensors", save({**tensors, "signature": self.signature}))
-        known = {"format": self.format, "kind": self.kind, "model": self.model, **self.options()}
-        text = json.dumps({**known, "about": self.about}, indent=1)
-        write_atomic(folder / f"{self.kind}.json", text.encode() + b"\n")
+        header = {"format": self.format, "kind": self.kind, "model": self.model, **self.options()}
+        header |= {"hashes": self.hashes, "about": self.about}
+        write_atomic(folder / f"{self.kind}.json", json.dumps(header, indent=1).encode() + b"\n")
         return folder
 
     @classmethod
     def read(cls, folder: str | Path, vit: Anatomy | None = None) -> Self:
-        """The explainer in a folder; with a model, one that was made for another is refused."""
+        """Read the explainer in a folder.
+
+        Args:
+            folder: The folder that `save` wrote.
+            vit: The model to explain; an explainer that was trained for another model is refused.
+
+        Raises:
+            PatchlightError: If the folder holds no such explainer, or a damaged one, or one that does not fit `vit`.
+        """
         from safetensors.torch import load_file
 
         folder = Path(folder)
         try:
             header = _Header.model_validate_json((folder / f"{cls.kind}.json").read_bytes())
             if header.kind != cls.kind:
-                raise PatchlightError(f"'{folder}' holds an explainer of another kind, '{header.kind}'")
+                raise PatchlightError(f"'{folder}' holds an explainer of another kind: '{header.kind}'")
             if header.format != cls.format:
                 age = "an earlier" if header.format < cls.format else "a later"
                 raise PatchlightError(
-                    f"'{folder}' was made by {age} Patchlight (format {header.format}, this one reads {cls.format}); "
-                    "train it again, or explain with that version"
+                    f"'{folder}' was written by {age} version of Patchlight (format {header.format}; this version "
+                    f"reads {cls.format}); train it again, or use that version"
                 )
             tensors = load_file(folder / f"{cls.weights}.safetensors")
-            signed = tensors.pop("signature").float()
+            signature = tensors.pop("signature").float()
             network = cls.build({k: v.float() for k, v in tensors.items()}, header.model_extra or {})
         except FileNotFoundError as error:
             name = Path(error.filename).name
-            raise PatchlightError(f"'{folder}' holds no {cls.title} explainer ({name} is missing)") from error
+            raise PatchlightError(f"'{folder}' does not hold a {cls.title} explainer: {name} is missing") from error
         except PatchlightError:
             raise
-        except Exception as error:  # torch meets damaged weights with every kind of exception
+        except Exception as error:  # torch raises many kinds of exceptions for damaged weights
             raise PatchlightError(f"the explainer in '{folder}' is damaged: {first_line(error)}") from error
-        explainer = cls(network.requires_grad_(False).eval(), header.model.model_dump(), signed, header.about)
+        network.requires_grad_(False).eval()
+        explainer = cls(network, header.model.model_dump(), signature, header.about, header.hashes)
         if vit is not None and (reason := explainer.mismatch(vit)) is not None:
             raise PatchlightError(f"'{folder}' does not fit {vit.name}: {reason}")
         return explainer
 
     @classmethod
     def resolve(cls, given: Any) -> Self:
-        """An explainer as a setting gives it: itself, a folder, or None for the one that comes with `pocket`."""
+        """The explainer that a setting names: an explainer, its folder, or None for the one of `pocket`."""
         if isinstance(given, cls):
             return given
         given = cls.shipped if given is None else given
@@ -176,25 +204,25 @@ class Explainer(ABC, Generic[Network]):
 
     @classmethod
     def identity(cls, settings: Settings) -> str:
-        """What a map depends on besides the method's settings: the trained weights."""
+        """A text that changes with the trained weights, on which maps depend besides the method's settings."""
         explainer = cls.resolve(settings["explainer"])
         return f"{fingerprint(explainer.network)} {explainer.options()}"
 
     @classmethod
     def refusal(cls, settings: Settings, vit: Anatomy) -> str | None:
-        """Why a method with these settings cannot explain a model; None when it can."""
+        """Why a method with these settings cannot explain a model; None if it can."""
         reason = cls.why_not(vit)
         if reason is not None:
             return reason
         if settings["explainer"] is None and vit.name != "pocket":
             noun, them = cls.need
             how = f"`patchlight {cls.command} train` or pl.{cls.command}.train"
-            return f"it needs {noun} trained for {vit.name}: make {them} with {how}, and give {them} as explainer"
+            return f"it needs {noun} trained for {vit.name}: train {them} with {how}, and pass {them} as explainer"
         return cls.resolve(settings["explainer"]).mismatch(vit)
 
 
-_SEEN: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
-"""By explainer and model: where its weights were when they were last compared, and whether they fitted."""
+_CHECKS: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
+"""By explainer and model: the stamp of the model when it was last checked, and whether it fitted."""
 
 
 @cache
@@ -202,8 +230,8 @@ def _read_once(kind: type[Explainer[Any]], folder: Path, files: tuple[tuple[int,
     return kind.read(folder)
 
 
-def described(vit: Anatomy) -> dict[str, Any]:
-    """What must agree between the model an explainer was made for and the one it explains."""
+def describe_model(vit: Anatomy) -> dict[str, Any]:
+    """The properties that the model an explainer was trained for and the model it explains must share."""
     return {
         "name": vit.name,
         "blocks": vit.depth,
@@ -214,7 +242,12 @@ def described(vit: Anatomy) -> dict[str, Any]:
     }
 
 
-def signature(vit: Anatomy) -> Tensor:
-    """Four numbers of every weight: enough to tell one training from another, in any precision."""
-    some = [p.detach().flatten()[:4].float() for p in vit.model.parameters()]
-    return torch.cat(some).cpu()
+def weight_hashes(vit: Anatomy, dtypes: Iterable[torch.dtype]) -> dict[str, str]:
+    """A hash of all weights of a model, rounded to each of these types."""
+    weights = [p.detach().flatten() for p in vit.model.parameters()]
+    return {str(dtype): json_digest([hash_tensor(w.to(dtype)) for w in weights]) for dtype in dtypes}
+
+
+def weight_signature(vit: Anatomy) -> Tensor:
+    """The first four numbers of every weight."""
+    return torch.cat([p.detach().flatten()[:4].float() for p in vit.model.parameters()]).cpu()

@@ -107,8 +107,8 @@ def test_the_bundled_model_brings_its_gates() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({}, "it needs gates trained for toy: make them with `patchlight diffmask train`"),
-        ({"explainer": "shipped"}, "made for pocket with 9 blocks, not 2"),
+        ({}, "it needs gates trained for toy: train them with `patchlight diffmask train`"),
+        ({"explainer": "shipped"}, "trained for pocket with 9 blocks, not 2"),
         ({"explainer": "own", "gate": 9}, "no gate 9; toy has gates 0 to 3"),
         ({"explainer": "own", "aggregated": False}, "say which with gate"),
     ],

@@ -68,8 +68,8 @@ def test_the_bundled_model_brings_its_explainer() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({}, "it needs a network trained for toy: make it with `patchlight shapley train`"),
-        ({"explainer": ViTShapley.shipped}, "made for pocket with 9 blocks, not 2"),
+        ({}, "it needs a network trained for toy: train it with `patchlight shapley train`"),
+        ({"explainer": ViTShapley.shipped}, "trained for pocket with 9 blocks, not 2"),
     ],
 )
 def test_refusals(settings: dict[str, object], told: str) -> None:
