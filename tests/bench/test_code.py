@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from patchlight.bench.code import described
+from patchlight.bench.code import describe_value
 from patchlight.core.plugins import load_plugin
 
 
@@ -30,8 +30,8 @@ def test_what_a_decorator_does_is_part_of_a_function() -> None:
     def method(x: int) -> int:
         return x + 1
 
-    assert described(smoothed(2)(method)) != described(smoothed(3)(method))
-    assert described(smoothed(2)(method)) == described(smoothed(2)(method))
+    assert describe_value(smoothed(2)(method)) != describe_value(smoothed(3)(method))
+    assert describe_value(smoothed(2)(method)) == describe_value(smoothed(2)(method))
 
 
 @pytest.fixture
@@ -65,13 +65,13 @@ def test_every_file_that_is_imported_counts(library: Path, text: str, name: str)
 
     def now() -> Any:
         if not text:
-            return described(importlib.import_module("mylib.methods").f)
+            return describe_value(importlib.import_module("mylib.methods").f)
         path = library.parent / f"mine_{len(list(library.parent.glob('mine_*.py')))}.py"
         path.write_text(text)
         before = set(sys.modules)
         load_plugin(path)
         (plugin,) = (sys.modules[name] for name in set(sys.modules) - before if name.startswith("patchlight_plugin"))
-        return described(plugin.f)
+        return describe_value(plugin.f)
 
     before = now()
     assert now() == before

@@ -114,7 +114,7 @@ def test_every_image_is_in_one_shard_and_no_batch_is_cut(total: int, count: int,
 
 @pytest.mark.parametrize("given", ["17/16", "0/16", "3", "a/b", "1/0", "-1/2", "3/16/2"])
 def test_shards_that_are_none_are_refused(given: str) -> None:
-    with pytest.raises(PatchlightError, match=f"--shard {given} is not possible"):
+    with pytest.raises(PatchlightError, match=f"--shard '{given}' is not valid"):
         Shard.parse(given)
 
 
@@ -128,10 +128,10 @@ def test_a_second_process_on_a_shard_is_told_who_holds_it(images: Path, tmp_path
         process.join(600)
         assert process.exitcode == 2
         (error,) = events(log, "error")
-        with pytest.raises(PatchlightError, match=rf"^{holder} is at work on shard 1-of-2 of .*run'; wait"):
+        with pytest.raises(PatchlightError, match=rf"^{holder} is working on shard 1-of-2 of .*run'; wait"):
             raise PatchlightError(error["error"])
         for shard in (WHOLE, Shard(1, 3)):
-            with pytest.raises(PatchlightError, match=rf"^{holder} .*; wait until it has ended, or give --shard of as"):
+            with pytest.raises(PatchlightError, match=rf"^{holder} .*; wait until it ends, or use --shard with"):
                 run(recipe(images), out, RunOptions(shard=shard))
         summary = run(recipe(images), out, RunOptions(shard=Shard(2, 2)))
         assert summary.now == 24
@@ -247,7 +247,7 @@ def test_a_worker_that_dies_between_units_is_replaced(images: Path, tmp_path: Pa
     planned = plan(override(recipe(images), images=1))
     unit = Cutter(planned, WHOLE, []).cut()
     assert unit is not None
-    workers = executors.Workers(executors.job_of(planned, Resources("cpu", 8), 1), ["cpu"], tmp_path / "logs")
+    workers = executors.Workers(executors.worker_job(planned, Resources("cpu", 8), 1), ["cpu"], tmp_path / "logs")
     try:
         (process,) = workers.pools[0]._processes.values()
         process.kill()
@@ -260,7 +260,7 @@ def test_a_worker_that_dies_between_units_is_replaced(images: Path, tmp_path: Pa
 
 def test_workers_that_cannot_start_say_so(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "_prepare_worker", os._exit)
-    with pytest.raises(PatchlightError, match=r"worker 1 cannot be started; see '.*worker-1\.txt'"):
+    with pytest.raises(PatchlightError, match=r"worker 1 did not start; see '.*worker-1\.txt'"):
         run(override(recipe(images), images=1), tmp_path / "run", RunOptions(workers=2))
 
 

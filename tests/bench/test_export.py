@@ -93,7 +93,7 @@ def test_the_card_says_what_it_is(shared: Shared, public: Path) -> None:
         manifest.models["Pocket"],
         manifest.versions["torch"],
         "These values and maps: CC-BY-4.0.",
-        "which are not here: unknown",
+        "which are not included: unknown",
         "Patchlight: Apache-2.0.",
         'GenAtt = "genatt"',
         '"steps": 2',

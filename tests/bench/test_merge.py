@@ -138,7 +138,7 @@ def test_other_methods_are_joined_and_only_what_neither_has_is_run(
 )
 def test_what_does_not_belong_together_is_refused(shared: Shared, tmp_path: Path, changes: Any, reason: str) -> None:
     other = copied(shared.second, tmp_path / "other", **changes(shared.second))
-    with pytest.raises(PatchlightError, match="do not belong together") as refused:
+    with pytest.raises(PatchlightError, match="cannot be merged") as refused:
         merge([shared.first, other], tmp_path / "all")
     assert reason in str(refused.value)
     assert not (tmp_path / "all").exists()
@@ -171,7 +171,7 @@ def test_other_formats_and_folders_with_something_in_them_are_refused(shared: Sh
         merge([shared.first, tmp_path / "newer"], tmp_path / "all")
     with pytest.raises(PatchlightError, match="no run in"):
         merge([shared.first, tmp_path / "nothing"], tmp_path / "all")
-    with pytest.raises(PatchlightError, match="holds a run already; give an empty folder"):
+    with pytest.raises(PatchlightError, match="already holds a run; give an empty folder"):
         merge([shared.first], shared.second)
 
 
@@ -273,14 +273,14 @@ def test_values_are_not_taken_from_other_code_or_another_device(shared: Shared, 
     with pytest.raises(PatchlightError, match=r"was measured with Patchlight .* other code of that version"):
         bring(other, tmp_path / "mine", shared.recipe())
     other = copied(shared.whole, tmp_path / "device", device="cuda:0")
-    with pytest.raises(PatchlightError, match="was measured on cuda:0, and cpu rounds differently"):
+    with pytest.raises(PatchlightError, match="was measured on cuda:0, but cpu rounds differently"):
         bring(other, tmp_path / "mine", shared.recipe())
     assert not (tmp_path / "mine").exists()
 
 
 def test_nothing_is_brought_to_another_recipe_or_device(shared: Shared, tmp_path: Path) -> None:
     out = copied(shared.first, tmp_path / "mine", **of_recipe(shared.first, name="other"))
-    with pytest.raises(PatchlightError, match="mine' holds a run of 'other', not of 'shared'; give another --out"):
+    with pytest.raises(PatchlightError, match="mine' holds a run of 'other', not of 'shared'; use another --out"):
         bring(shared.whole, out, shared.recipe())
     out = copied(shared.first, tmp_path / "gpu", device="cuda:0")
     with pytest.raises(PatchlightError, match="this run was begun on cuda:0, and cpu rounds differently"):

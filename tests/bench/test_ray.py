@@ -180,7 +180,7 @@ def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
     monkeypatch.setattr(room.Cluster, "room", room_of)
     monkeypatch.setattr(room, "PATIENCE", 1.0)
     chosen = parse(text(pictures(tmp_path / "images", 1)))
-    told = "no node of the Ray cluster has had 1 CPU for 1 seconds, .* the same command resumes it"
+    told = "for 1 seconds, no node of the Ray cluster has had 1 CPU, .* the same command resumes the run"
     with pytest.raises(PatchlightError, match=told):
         run(chosen, tmp_path / "run", RunOptions(ray=cluster.address), stop)
     assert not Store(tmp_path / "run").held()
@@ -191,7 +191,7 @@ def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
         run(chosen, tmp_path / "run", RunOptions(threads=2))
-        told = "the run was begun with 2 threads, and no node of the Ray cluster has 2 CPUs, .*; give another --out"
+        told = "the run was begun with 2 threads, but no node of the Ray cluster has 2 CPUs, .*; use another --out"
         with pytest.raises(PatchlightError, match=told):
             run_ray(chosen, tmp_path / "run", cluster.address)
     finally:
@@ -203,7 +203,7 @@ def test_a_node_with_another_patchlight_is_refused_by_name(tmp_path: Path, clust
     (tmp_path / "patchlight" / "__init__.py").write_text('__version__ = "0.0.7"\n')
     node = cluster.add_node(num_cpus=1, object_store_memory=MEMORY, env_vars={"PYTHONPATH": str(tmp_path)})
     try:
-        told = rf"^node \S+ \([\d.]+\) of the Ray cluster has Patchlight 0.0.7, and this is {patchlight.__version__};"
+        told = rf"^node \S+ \([\d.]+\) of the Ray cluster has Patchlight 0.0.7, but this is {patchlight.__version__};"
         with pytest.raises(PatchlightError, match=told):
             run_ray(parse(text(pictures(tmp_path / "images", 1))), tmp_path / "run", cluster.address)
         assert not (tmp_path / "run").exists()
@@ -214,7 +214,7 @@ def test_a_node_with_another_patchlight_is_refused_by_name(tmp_path: Path, clust
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        ("here", "--ray here is no address; give auto, or HOST:PORT"),
+        ("here", "--ray here is not an address; give auto, or HOST:PORT"),
         ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
         ("127.0.0.1:99999", "no Ray cluster answers at 127.0.0.1:99999"),
     ],
@@ -354,7 +354,7 @@ def test_a_node_that_joins_later_is_refused_by_name_too(tmp_path: Path, plugin: 
                 other = {"PYTHONPATH": str(tmp_path / "other")}
                 cluster.add_node(num_cpus=1, object_store_memory=MEMORY, env_vars=other)
 
-        with pytest.raises(PatchlightError, match=r"^node \S+ of the Ray cluster has Patchlight 0.0.7, and this is"):
+        with pytest.raises(PatchlightError, match=r"^node \S+ of the Ray cluster has Patchlight 0.0.7, but this is"):
             run_ray(chosen, tmp_path / "run", cluster.address, listen=listen)
     done = Store(tmp_path / "run").files()
     assert done

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from patchlight.anatomy.spec import PreprocessSpec
-from patchlight.bench.recipe import Quick, override, parse, quickened, read_recipe
+from patchlight.bench.recipe import Quick, override, parse, read_recipe, with_quick_settings
 from patchlight.core.errors import PatchlightError
 from patchlight.core.recipes import bundled_recipes, key_lines
 from patchlight.methods.base import METHODS
@@ -70,7 +70,7 @@ def test_lines_are_found_through_quotes_dots_and_long_strings() -> None:
 
 
 def test_quick_settings_go_by_the_registered_name(tmp_path: Path) -> None:
-    quick = quickened(parse(text(tmp_path).replace("[quick.", '[quick]\nleave_out = ["Random"]\n[quick.')))
+    quick = with_quick_settings(parse(text(tmp_path).replace("[quick.", '[quick]\nleave_out = ["Random"]\n[quick.')))
     assert list(quick.methods) == ["GenAtt", "Rollout (max)", "Rollout"]
     assert quick.metrics["Ins"].settings["steps"] == 2
     assert quick.metrics["Del"].settings["steps"] == 3
@@ -90,11 +90,11 @@ def test_a_users_model_stands_for_the_one_whose_label_it_is_given(tmp_path: Path
     assert (recipe.data.kind, recipe.data.path, recipe.data.images) == ("pets", "/data", 5)
     assert recipe.data.stands_for == "folder"
     assert recipe.seed == 3
-    with pytest.raises(PatchlightError, match="no model of the recipe"):
+    with pytest.raises(PatchlightError, match="not a model of the recipe"):
         override(parse(two), models=["Vit=pocket"])
     with pytest.raises(PatchlightError, match="2 weights were given for 1 model"):
         override(parse(two), models=["ViT=pocket"], weights=["a", "b"])
-    with pytest.raises(PatchlightError, match=r"does not say which .* give 'ViT=a' or 'DeiT=a' or 'Pocket=a'"):
+    with pytest.raises(PatchlightError, match=r"several models; give 'ViT=a' or 'DeiT=a' or 'Pocket=a'"):
         override(parse(two), models=["a"])
 
 
@@ -131,7 +131,7 @@ def test_every_recipe_of_the_project_is_valid(name: str) -> None:
 
 
 def test_a_methods_own_upsampling_reaches_the_metrics_that_enlarge_maps() -> None:
-    table = quickened(read_recipe("diffmask-table-1")[0])
+    table = with_quick_settings(read_recipe("diffmask-table-1")[0])
     ours, others = table.methods["Ours"], table.methods["Grad-CAM"]
     assert "upsampling" not in ours.settings
     for metric in table.metrics.values():

@@ -166,7 +166,7 @@ def test_long_planning_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_images_are_spread_over_the_data(images: Path) -> None:
     assert plan(override(recipe(images), images=3)).images.names == ("0.png", "2.png", "4.png")
     assert plan(override(recipe(images), images=9)).notes == (
-        "9 images were asked for; the data has 6, and all are used",
+        "9 images were requested; the data has 6, and all are used",
     )
 
 
@@ -387,7 +387,7 @@ def test_a_folder_without_permission_is_refused(images: Path, tmp_path: Path) ->
 
 def test_a_folder_of_other_things_is_refused(images: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(PatchlightError, match=r"is not a run: it holds 'thesis\.tex'"):
+    with pytest.raises(PatchlightError, match=r"is not a run: it contains 'thesis\.tex'"):
         run(recipe(images), tmp_path)
 
 
@@ -402,7 +402,7 @@ def test_another_recipe_into_the_same_folder_is_refused(images: Path, tmp_path: 
     small = override(recipe(images), images=2)
     run(small, tmp_path / "run")
     before = (tmp_path / "run" / "manifest.json").read_bytes()
-    with pytest.raises(PatchlightError, match="holds a run of 'small', not of 'other'; give another --out"):
+    with pytest.raises(PatchlightError, match="holds a run of 'small', not of 'other'; use another --out"):
         run(small.model_copy(update={"name": "other"}), tmp_path / "run")
     assert (tmp_path / "run" / "manifest.json").read_bytes() == before
 
@@ -452,7 +452,7 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     pq.write_table(table.append_column("mood", pa.array(["good"] * len(table))), sink)
     replaced(first, sink.getvalue().to_pybytes())
     results = Store(out).results()
-    assert results.notes == ("column 'mood' was written by a newer Patchlight and is left out",)
+    assert results.notes == ("column 'mood' was written by a newer version of Patchlight and is left out",)
     old = Store(whole).results()
     assert all(torch.equal(c.values, old.columns[k].values) for k, c in results.columns.items())
     second.write_bytes(second.read_bytes()[:100])
@@ -469,7 +469,7 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     for doing in (lambda: run(recipe(images), out), Store(out).results):
-        with pytest.raises(PatchlightError, match="made by a newer Patchlight"):
+        with pytest.raises(PatchlightError, match="written by a newer version of Patchlight"):
             doing()
 
 
@@ -546,12 +546,12 @@ def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None
 def test_a_metric_without_its_annotations_is_told_at_planning(images: Path) -> None:
     point = 'Ins = {metric = "pointing-game"}'
     both = text(images).replace('Ins = {metric = "insertion", steps = 3}', point).replace("insertion = {steps = 2}", "")
-    said = "'Ins' needs boxes or masks, and the 'folder' data at "
+    said = "'Ins' needs boxes or masks, but the 'folder' data at "
     assert plan(parse(both)).notes[0].startswith(said)
     alone = "\n".join(line for line in both.splitlines() if "deletion" not in line).replace('"Ins", "Del"', '"Ins"')
-    with pytest.raises(PatchlightError, match=f"{said}.* has none; give data that has"):
+    with pytest.raises(PatchlightError, match=f"{said}.* has none; use data that has"):
         plan(parse(alone.replace("[0.5, nan]", "[0.5]")))
-    with pytest.raises(PatchlightError, match="the data has none; give --target prediction"):
+    with pytest.raises(PatchlightError, match="the data has none; use --target prediction"):
         plan(override(recipe(images), target="label"))
 
 

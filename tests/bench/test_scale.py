@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from patchlight.bench.results import Results, results_of
+from patchlight.bench.results import Results, collect_results
 from patchlight.bench.statistics import table_cells
 from patchlight.bench.store import Store
 from patchlight.bench.tables import as_csv, as_markdown, read_tables
@@ -202,7 +202,7 @@ def test_tables_are_dropped_and_little_is_kept(run: Synthetic) -> None:
             yield table
             assert sum(reference() is not None for reference in alive[:-1]) == 0
 
-    found = results_of(one_by_one(), store.manifest())
+    found = collect_results(one_by_one(), store.manifest())
     assert len(alive) > 60
     columns = list(found.columns.values())
     tensors = [t for c in columns for t in (c.values, c.explain_seconds, c.measure_seconds, *c.parts.values())]

@@ -131,12 +131,12 @@ def test_another_time_is_refused(bad: str) -> None:
 @pytest.mark.parametrize(
     ("job", "told"),
     [
-        (replace(JOB, array="0"), "'0' is no array; give a number of tasks"),
-        (replace(JOB, array="1-64"), "'1-64' is no array; give a number of tasks"),
-        (replace(JOB, array="64%0"), "'64%0' is no array"),
-        (replace(JOB, mem="lots"), "'lots' is no amount of memory; give 32G"),
-        (replace(JOB, time="soon"), "'soon' is no time"),
-        (replace(JOB, partition="gpu\nrm -r ~"), "cannot stand in an sbatch file"),
+        (replace(JOB, array="0"), "'0' is not a valid array; give a number of tasks"),
+        (replace(JOB, array="1-64"), "'1-64' is not a valid array; give a number of tasks"),
+        (replace(JOB, array="64%0"), "'64%0' is not a valid array"),
+        (replace(JOB, mem="lots"), "'lots' is not a valid amount of memory; give for example 32G"),
+        (replace(JOB, time="soon"), "'soon' is not a valid duration"),
+        (replace(JOB, partition="gpu\nrm -r ~"), "is not printable"),
     ],
 )
 def test_what_slurm_would_not_take_is_refused(job: Job, told: str) -> None:
@@ -245,7 +245,7 @@ def test_bad_words_are_refused_and_nothing_is_made(recipe: Path) -> None:
     asked = ["bench", "slurm", str(recipe), "--out", str(recipe.parent / "run"), "--array", "2", "--time", "later"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: 'later' is no time; give hours and minutes")
+    assert result.stderr.startswith("error: 'later' is not a valid duration; give hours and minutes")
     assert not (recipe.parent / "run").exists()
 
 

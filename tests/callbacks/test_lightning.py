@@ -93,9 +93,9 @@ def test_what_cannot_be_logged_is_refused_before_the_first_step(tmp_path: Path) 
     from lightning.pytorch.loggers import CSVLogger
 
     net = model()
-    with pytest.raises(pl.PatchlightError, match=r"the trainer's loggers \(CSVLogger\) take no pictures"):
+    with pytest.raises(pl.PatchlightError, match=r"the trainer's loggers \(CSVLogger\) do not support images"):
         train(net, [CSVLogger(tmp_path)], [callback(net)])
-    with pytest.raises(pl.PatchlightError, match="has no weight of the model that is trained"):
+    with pytest.raises(pl.PatchlightError, match="shares no weights with the model in training"):
         train(net, [board(tmp_path)], [callback(model())])
 
 

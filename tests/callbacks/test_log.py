@@ -247,7 +247,7 @@ def test_weights_that_are_not_finite_stop_the_log_and_not_the_training() -> None
     with torch.no_grad():
         held = net.norm.weight.clone()
         net.norm.weight.fill_(float("nan"))
-    with pytest.warns(LogSkipped, match=r"step 1 is not logged: .*this is told once") as told:
+    with pytest.warns(LogSkipped, match=r"step 1 is not logged: .*this warning appears once") as told:
         walk(log, 1, 2)
     assert len(told) == 1
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_weights_that_are_not_finite_stop_the_log_and_not_the_training() -> None
         ({"method": "genat"}, "did you mean 'genatt'"),
         ({"metric": "ins-dell"}, "did you mean 'ins-del'"),
         ({"target": [1]}, "target has length 1 but there are 2 images"),
-        ({"target": [[1, 2], [3, 4]]}, "target has 2 classes an image"),
+        ({"target": [[1, 2], [3, 4]]}, "target has 2 classes per image"),
         ({"every": 0}, "every 0 is not possible"),
         ({"budget": 5}, "budget is 5; give a share"),
         ({"seconds": 0}, "seconds is 0; give a number above 0"),
@@ -316,7 +316,7 @@ def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bo
     log, found = logged(net)
     trained = FullyShardedDataParallel(place(net), use_orig_params=own, device_id=torch.device("cpu"))
     log.attach(lambda: None, trained)
-    with pytest.warns(LogSkipped, match="spread over processes"):
+    with pytest.warns(LogSkipped, match="sharded over processes"):
         log(0)
     assert not found
 
@@ -328,7 +328,7 @@ def test_weights_that_are_spread_over_processes_are_not_touched(process_group: N
     net = model()
     log, _ = logged(net)
     fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(pl.PatchlightError, match="spread over processes"):
+    with pytest.raises(pl.PatchlightError, match="sharded over processes"):
         log.log(0)
 
 

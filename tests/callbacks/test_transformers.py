@@ -77,7 +77,7 @@ def test_what_cannot_be_logged_is_refused_before_the_first_step(tmp_path: Path) 
     net = model("hf-vit")
     with pytest.raises(pl.PatchlightError, match="the Trainer reports to nothing; give the callback a writer="):
         train(net, tmp_path, [callback(net)], report_to=[])
-    with pytest.raises(pl.PatchlightError, match="has no weight of the model that is trained"):
+    with pytest.raises(pl.PatchlightError, match="shares no weights with the model in training"):
         train(net, tmp_path, [callback(model("hf-vit"))])
 
 

@@ -61,7 +61,7 @@ def test_what_is_no_writer_is_refused(writer: Any) -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(pl.PatchlightError, match="no run of wandb has begun"):
+    with pytest.raises(pl.PatchlightError, match="there is no active wandb run"):
         open_wandb()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)

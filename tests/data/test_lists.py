@@ -132,7 +132,7 @@ def test_a_list_given_with_a_recipe_takes_the_place_of_its_choice(tmp_path: Path
     assert plan(override(recipe, listed=file)).images.names == ("5.png", "3.png", "1.png", "0.png")
     assert plan(override(recipe, listed=file, images=2)).images.names == ("5.png", "1.png")
     assert plan(override(recipe, listed=file, images=9)).notes == (
-        "9 images were asked for; the list has 4, and all are used",
+        "9 images were requested; the list has 4, and all are used",
     )
 
 

@@ -21,7 +21,7 @@ from tests.trained.toys import batches, pictures, toy
         ([torch.zeros(2, 3, 8, 8)], r"this model takes \[B,3,16,16\]"),
         ([torch.full((2, 3, 16, 16), torch.nan)], "NaN or infinity"),
         (["cat.jpg"], "a batch is a str"),
-        (iter([pictures(4)]), "walked only once"),
+        (iter([pictures(4)]), "iterated only once"),
     ],
 )
 def test_bad_data_is_refused_in_one_sentence(loader: Any, told: str) -> None:

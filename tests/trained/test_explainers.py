@@ -148,7 +148,7 @@ def test_bad_data_and_models_are_refused_before_any_work(kind: Kind) -> None:
         (DIFFMASK, "default", {"gate_rat": 1}, "no setting 'gate_rat'; did you mean"),
         (DIFFMASK, "default", {"margin": -1}, "margin=-1"),
         (DIFFMASK, "papr", {}, "no DiffMask preset is called 'papr'"),
-        (DIFFMASK, "default", {"clip": 1.0}, "no setting 'clip'; it was taken out"),
+        (DIFFMASK, "default", {"clip": 1.0}, "no setting 'clip'; it was removed"),
         (DIFFMASK, "default", {"lambda_start": 0.1}, "lambda_start=0.1 is not from lambda_low=0.5 to lambda_high=200"),
         (SHAPLEY, "default", {"rat": 1}, "no setting 'rat'; did you mean"),
         (SHAPLEY, "default", {"masks": 3}, "masks=3"),

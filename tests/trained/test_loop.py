@@ -119,7 +119,7 @@ def test_what_lies_there_of_another_run_is_refused_or_replaced(tmp_path: Path) -
     teach(settings(), tmp_path)
     with pytest.raises(PatchlightError, match="holds a run with another rate, seed; choose another folder"):
         teach(settings(rate=0.5, seed=3), tmp_path)
-    with pytest.raises(PatchlightError, match="was made for another model"):
+    with pytest.raises(PatchlightError, match="belongs to another model"):
         teach(settings(), tmp_path, vit=toy(classes=3))
     other, _ = teach(settings(rate=0.5), tmp_path, resume=False)
     assert same(other, teach(settings(rate=0.5))[0])
@@ -131,7 +131,7 @@ def test_what_lies_there_of_another_run_is_refused_or_replaced(tmp_path: Path) -
 
 def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     spoilt = [pictures(4)] * 9 + [torch.full((4, 3, 16, 16), torch.nan)] * 11
-    with pytest.raises(PatchlightError, match=r"became nan by step 12; the checkpoint of step 8 is kept .* lower rate"):
+    with pytest.raises(PatchlightError, match=r"became nan by step 12; the checkpoint of step 8 is in .* lower rate"):
         teach(settings(), tmp_path, loader=spoilt)
     with safe_open(tmp_path / "checkpoint.safetensors", "pt") as file:
         assert all(bool(file.get_tensor(key).isfinite().all()) for key in file.keys())  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""What a method or metric is, as plain data: one of a user's own is the files it comes from, or its code."""
+"""Describes methods and metrics as plain data, so that a change of a user's own code changes their hash."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from patchlight.core.fingerprints import fingerprint
 _LIBRARIES = tuple(str(Path(sysconfig.get_paths()[key]).resolve()) for key in ("stdlib", "purelib", "platlib"))
 
 
-def described(value: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """A value as JSON takes it, equal where it does the same.
+def describe_value(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """Describe a value as JSON, such that values that behave the same are equal.
 
-    Functions and classes of Patchlight and of installed packages go by their names. A user's own go by the hashes of
-    their file and of what it imports that is not installed; without a file, as in a notebook, by their code and the
-    functions, classes and values it names. What a function reads from outside (a file, a network) is not in it.
+    Functions and classes of Patchlight and of installed packages are described by their names. A user's own are
+    described by the hashes of their file and of the files that it imports and that are not installed; without a file,
+    as in a notebook, by their code and the functions, classes and values it names. Files and networks that a function
+    reads are not included.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -38,28 +39,31 @@ def described(value: Any, seen: frozenset[int] = frozenset()) -> Any:
         return "again"
     seen |= {id(value)}
     if isinstance(value, Mapping):
-        return sorted(([repr(key), described(one, seen)] for key, one in value.items()), key=lambda pair: pair[0])
+        return sorted(([repr(key), describe_value(one, seen)] for key, one in value.items()), key=lambda pair: pair[0])
     if isinstance(value, list | tuple):
-        return [described(one, seen) for one in value]
+        return [describe_value(one, seen) for one in value]
     if isinstance(value, set | frozenset):
-        return sorted(repr(described(one, seen)) for one in value)
+        return sorted(repr(describe_value(one, seen)) for one in value)
     if isinstance(value, type | FunctionType | ModuleType):
         return _defined(value, seen)
     if isinstance(value, nn.Module):
-        return [_plain(value), fingerprint(value), described(type(value), seen)]
+        return [_plain(value), fingerprint(value), describe_value(type(value), seen)]
     if isinstance(value, functools.partial):
-        return described([value.func, value.args, value.keywords], seen)
+        return describe_value([value.func, value.args, value.keywords], seen)
     for inner in ("__func__", "__wrapped__", "fget", "func"):  # methods, caches and properties
         if hasattr(value, inner):
-            return [described(getattr(value, inner), seen), described(getattr(value, "__self__", None), seen)]
+            return [describe_value(getattr(value, inner), seen), describe_value(getattr(value, "__self__", None), seen)]
     if is_dataclass(value):
-        return [described(type(value), seen), {f.name: described(getattr(value, f.name), seen) for f in fields(value)}]
+        return [
+            describe_value(type(value), seen),
+            {f.name: describe_value(getattr(value, f.name), seen) for f in fields(value)},
+        ]
     held = getattr(value, "__dict__", None) if not _installed(type(value).__module__) else None
-    return [described(type(value), seen), described(held, seen) if held else _plain(value)]
+    return [describe_value(type(value), seen), describe_value(held, seen) if held else _plain(value)]
 
 
 def _defined(value: Any, seen: frozenset[int]) -> Any:
-    """A function, class or module: its name, with its files or code where it is a user's own."""
+    """A function, class or module: its name, and for a user's own its files or code."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
     name = f"{home}.{getattr(value, '__qualname__', '')}"
     if _installed(home):
@@ -69,18 +73,18 @@ def _defined(value: Any, seen: frozenset[int]) -> Any:
         assert module is not None
         return [getattr(value, "__qualname__", ""), _sources(module)]
     if isinstance(value, type):
-        own = {key: described(one, seen) for key, one in vars(value).items() if callable(one) or key[:2] != "__"}
-        return ["class", [described(base, seen) for base in value.__bases__], own]
+        own = {key: describe_value(one, seen) for key, one in vars(value).items() if callable(one) or key[:2] != "__"}
+        return ["class", [describe_value(base, seen) for base in value.__bases__], own]
     if not isinstance(value, FunctionType):
         return name
     cells = [_content(cell) for cell in value.__closure__ or ()]
     named = [value.__globals__[word] for word in _names(value.__code__) if word in value.__globals__]
     outside = [value.__defaults__, value.__kwdefaults__, cells, named]
-    return ["function", _code(value.__code__), described(outside, seen)]
+    return ["function", _code(value.__code__), describe_value(outside, seen)]
 
 
 def _sources(module: ModuleType) -> dict[str, str]:
-    """The hashes of a module's file and of the files it imports, in turn, that are not installed."""
+    """The hashes of a module's file and of all files that it imports and that are not installed."""
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     home = Path(str(top.__file__)).resolve().parents[1 if hasattr(top, "__path__") else 0]
     places = [str(home), *(place for place in sys.path if not _in_library(place))]
@@ -94,13 +98,13 @@ def _sources(module: ModuleType) -> dict[str, str]:
 
 
 def _code(code: CodeType) -> list[Any]:
-    """A code object without its file and line numbers."""
-    constants = [_code(one) if isinstance(one, CodeType) else described(one) for one in code.co_consts]
+    """A code object, without file name and line numbers."""
+    constants = [_code(one) if isinstance(one, CodeType) else describe_value(one) for one in code.co_consts]
     return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames), list(code.co_freevars)]
 
 
 def _names(code: CodeType) -> list[str]:
-    """The global names and attributes that code and the code inside it read."""
+    """The global names and attributes that a code object and the code objects inside it read."""
     inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
@@ -108,7 +112,7 @@ def _names(code: CodeType) -> list[str]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:  # the name has no value yet
         return None
 
 
@@ -117,7 +121,7 @@ def _in_library(path: str) -> bool:
 
 
 def _installed(module: str) -> bool:
-    """Whether a module is Patchlight's own (its source is hashed as a whole), or an installed one."""
+    """Whether a module is installed or part of Patchlight, whose source is hashed as a whole."""
     root = module.partition(".")[0]
     if root == "patchlight" or root in sys.stdlib_module_names:
         return root != "__main__"

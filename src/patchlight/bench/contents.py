@@ -1,7 +1,7 @@
-"""What is in the images of a plan: hashes of the files they are read from, or of pixels where they have no files.
+"""Hashes the images of a plan: the files they are read from, or the pixels of images without files.
 
-Hashes of files are kept from plan to plan in the user's cache (PATCHLIGHT_CACHE, else XDG_CACHE_HOME/patchlight or
-~/.cache/patchlight), by path, size and times: of fifty thousand images that were planned before, none is opened.
+Hashes of files are cached by path, size and times in the user's cache folder (PATCHLIGHT_CACHE, else
+XDG_CACHE_HOME/patchlight or ~/.cache/patchlight), so planning the same images again opens none of them.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ if TYPE_CHECKING:
     from patchlight.data import Data, Sample
 
 PATIENCE = 2.0
-"""Seconds of planning that need no word."""
+"""Seconds between two progress events."""
 RACY = 2.0
-"""Seconds during which a file may change once more without its times showing it."""
+"""Seconds within which a file may change again without a change of its times."""
 THREADS, AT_ONCE = 4, 32
 FORMAT = 1
 Content = tuple[str, set[str] | None]
-"""The hash of a sample, and which annotations it has; None of one that cannot be read."""
+"""The hash of a sample, and the kinds of annotations it has; None for a sample that cannot be read."""
 
 
 def contents(data: Data, indices: Sequence[int], path: str, listen: Listener) -> list[Content]:
-    """Of each of these samples, the hash of what is in it, and its annotations.
+    """The hash of each sample's content, and its annotations.
 
-    A hash is that of files, boxes and mask (of pixels, where a kind of data does not say which files it reads), then
-    `-` and that of the class; of a sample that cannot be read, that of the sentence that says why, less the path.
+    A hash has two parts, joined by `-`: the hash of files, boxes and mask (of pixels, if the kind of data does not list
+    its files), and the hash of the class. For an unreadable sample it is the hash of the error without the path.
     """
-    kept = KeptHashes(path)
+    cache = HashCache(path)
 
-    def some(begin: int) -> list[Content]:
-        return [_content(data, index, path, kept.hash_of) for index in indices[begin : begin + AT_ONCE]]
+    def read_part(begin: int) -> list[Content]:
+        return [_content(data, index, path, cache.hash_of) for index in indices[begin : begin + AT_ONCE]]
 
     found: list[Content] = []
-    told = time.monotonic()
+    reported = time.monotonic()
     pool = ThreadPoolExecutor(THREADS)
     try:
-        for part in pool.map(some, range(0, len(indices), AT_ONCE)):
+        for part in pool.map(read_part, range(0, len(indices), AT_ONCE)):
             found += part
-            if time.monotonic() - told > PATIENCE:
-                told = time.monotonic()
+            if time.monotonic() - reported > PATIENCE:
+                reported = time.monotonic()
                 listen(Planning(len(found), len(indices)))
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted plan need not read the rest
-        kept.write()
+        cache.write()
     return found
 
 
 def content_of(data: Data, index: int, path: str = "") -> str:
-    """The hash of what is in a sample now, as `contents` gives it; files are read, whatever the cache says."""
+    """The hash of a sample's present content, as in `contents`, without the cache."""
     return _content(data, index, path, file_hash)[0]
 
 
 def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) -> bool:
-    """Whether samples still have the classes that these hashes end with, as far as that is known without reading."""
+    """Whether the samples still have the classes that these hashes end with, as far as no file needs to be read."""
     if data.sources is None:
         return True
     try:
@@ -79,15 +79,17 @@ def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) ->
 
 
 def planned_sample(data: Data, index: int, content: str) -> Sample:
-    """The sample, read once and checked; where it cannot be read, the sentence that says why.
+    """Read a sample and check its content against the planned hash.
 
-    Its class, which may be numbered otherwise than when the run was planned, does not count.
+    The class is not checked: its index may have changed since the run was planned.
     """
     sample = data[index]
-    found = drawn_digest(sample) if data.sources is None else content_of(data, index)
+    found = sample_digest(sample) if data.sources is None else content_of(data, index)
     if found.partition("-")[0] != content.partition("-")[0]:
         name = data.names[index]
-        raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
+        raise PatchlightError(
+            f"'{name}' has changed since the run was planned; run the same command again to plan it again"
+        )
     return sample
 
 
@@ -101,7 +103,7 @@ def _content(data: Data, index: int, path: str, hash_of: Callable[[Path], str]) 
 
 
 def _unread(data: Data, name: str, hash_of: Callable[[Path], str]) -> Content:
-    """A sample by its files."""
+    """The content of a sample by its files."""
     assert data.sources is not None
     sources = data.sources(name)
     drawn = json_digest([[hash_of(file) for file in sources.files], sources.values])
@@ -109,12 +111,12 @@ def _unread(data: Data, name: str, hash_of: Callable[[Path], str]) -> Content:
 
 
 def _read(data: Data, index: int) -> Content:
-    """A sample by its pixels."""
+    """The content of a sample by its pixels."""
     sample = data[index]
     drawn = {"labels": sample.label, "boxes": sample.boxes, "masks": sample.mask}
     known = {kind for kind, value in drawn.items() if value is not None}
     known |= {"labels", "masks"} if sample.regions is not None else set()
-    return f"{drawn_digest(sample)}-{_class_digest(data, sample.label)}", known
+    return f"{sample_digest(sample)}-{_class_digest(data, sample.label)}", known
 
 
 def _class_digest(data: Data, label: int | None) -> str:
@@ -124,8 +126,8 @@ def _class_digest(data: Data, label: int | None) -> str:
     return json_digest([label, data.labels[label] if data.labels and 0 <= label < len(data.labels) else ""])
 
 
-def drawn_digest(sample: Sample) -> str:
-    """The hash of a sample's pixels, boxes and mask; its class, which may be numbered otherwise, is not in it."""
+def sample_digest(sample: Sample) -> str:
+    """The hash of a sample's pixels, boxes and mask, without its class."""
     drawn = [sample.boxes, sample.mask, sample.regions]
     shapes = [None if t is None else [str(t.dtype), *t.shape] for t in drawn]
     hashed = hashlib.sha256(json.dumps([sample.image.mode, sample.image.size, shapes]).encode())
@@ -144,21 +146,21 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class KeptHashes:
-    """Hashes of the files below a folder of data, kept in one file of the user's cache.
+class HashCache:
+    """Cached hashes of the files below a folder of data, in one file of the user's cache folder.
 
-    One is believed where the file's size and times are what they were; one of a file that changed less than two
-    seconds ago is not kept. Many processes may write the file, each of them whole: the last wins.
+    A hash is valid as long as the file has the same size and times; files that changed less than two seconds ago are
+    not cached. Several processes may write the cache at the same time: each writes the whole file, and the last wins.
     """
 
     def __init__(self, folder: str) -> None:
         self.path = cache_folder() / "files" / f"{json_digest(os.path.abspath(folder))}.json"
-        self.known = _kept(self.path) if folder else {}
+        self.known = _read_cache(self.path) if folder else {}
         self.new: dict[str, list[Any]] = {}
         self.folder = folder
 
     def hash_of(self, path: Path) -> str:
-        """The SHA-256 of a file, read only where it is not known."""
+        """The SHA-256 of a file, from the cache if possible."""
         name = os.path.abspath(path)
         stamp = _stamp(name)
         entry = self.known.get(name)
@@ -171,24 +173,24 @@ class KeptHashes:
         return found
 
     def write(self) -> None:
-        """Keep what was found, beside what others wrote meanwhile; a cache that cannot be written is no error."""
+        """Add the new hashes to the cache; a cache that cannot be written is not an error."""
         if not self.folder or not self.new:
             return
-        whole = {"format": FORMAT, "folder": os.path.abspath(self.folder), "files": _kept(self.path) | self.new}
+        content = {"format": FORMAT, "folder": os.path.abspath(self.folder), "files": _read_cache(self.path) | self.new}
         with contextlib.suppress(PatchlightError):
-            write_atomic(self.path, json.dumps(whole).encode())
+            write_atomic(self.path, json.dumps(content).encode())
 
 
 def _stamp(name: str) -> list[int]:
-    about = os.stat(name)
-    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+    status = os.stat(name)
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _kept(path: Path) -> dict[str, list[Any]]:
-    """What a cache holds; nothing where it is missing, damaged or of another format."""
+def _read_cache(path: Path) -> dict[str, list[Any]]:
+    """The entries of a cache file; none if it is missing, damaged or of another format."""
     try:
-        told = json.loads(path.read_bytes())
-        files = told["files"] if told["format"] == FORMAT else {}
+        content = json.loads(path.read_bytes())
+        files = content["files"] if content["format"] == FORMAT else {}
         return {name: entry for name, entry in files.items() if len(entry) == 4}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -1,4 +1,4 @@
-"""What a run will take, from a timed sample of every group; nothing is kept."""
+"""Estimates the time and memory of a run from a timed sample of every group; nothing is stored."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.events import Listener, Planning
-from patchlight.bench.local import SECONDS, size_of
+from patchlight.bench.local import SECONDS, unit_size
 from patchlight.bench.plan import Group, Plan
-from patchlight.bench.unit import Resources, loaded, run_unit
+from patchlight.bench.unit import Resources, load_planned, run_unit
 from patchlight.evidence.ablation import free_chunk
 
 SAMPLE = 60.0
-"""Seconds after which timing a group is given up."""
+"""Seconds after which the sample of a group is cut off."""
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """A group, and what one image of it takes; where `cut`, timing was given up, and it takes more than that.
+    """The cost of one image of a group; if `cut`, the sample was cut off and the cost is a lower bound.
 
-    `forwards` are images and variants that go through the model, `memory` the most bytes taken, those of the model
-    included (on a processor, by this process until then). `failures` are reasons why values of the sample failed.
+    `forwards` counts the images and variants that pass through the model. `memory` is the peak in bytes, including the
+    model (on a CPU, the peak of this process so far). `failures` lists why values of the sample failed.
     """
 
     model: str
@@ -45,18 +45,18 @@ class Estimated:
 
     @property
     def total(self) -> float:
-        """Seconds for all images, by one process."""
+        """Seconds for all images in one process."""
         return self.seconds * self.images
 
 
 class _Enough(BaseException):
-    """Timing took long enough; no failure of a method, hence no Exception."""
+    """The sample took too long. Not an Exception, so that methods do not catch it."""
 
 
 def estimated(
     whole: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
 ) -> list[Estimated]:
-    """Run a first batch of every group, twice where that is quick, and tell what all of its images will take."""
+    """Run the first batch of every group, twice if that is quick, and extrapolate to all images."""
     found = []
     for i, group in enumerate(whole.groups):
         listen(Planning(i, len(whole.groups)))
@@ -65,7 +65,7 @@ def estimated(
 
 
 def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimated:
-    vit = loaded(group, device)
+    vit = load_planned(group, device)
     resources = Resources(device, free_chunk(vit))
     unit = whole.unit(group, 0, min(group.batch_size, len(whole.images)))
     images, cut, failures = len(unit.images), False, tuple[str, ...]()
@@ -73,7 +73,7 @@ def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimate
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(vit.device)
     best, forwards = math.inf, 0
-    for _ in range(2):  # what runs first is slow
+    for _ in range(2):  # the first run includes warm-up
         with _counting(vit, limit) as count:
             begin = time.perf_counter()
             try:
@@ -87,7 +87,7 @@ def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimate
             break
     memory = torch.cuda.max_memory_allocated(vit.device) if on_cuda else _peak()
     rest = len(whole.images) - images
-    size = size_of(group, SECONDS / best * images)
+    size = unit_size(group, SECONDS / best * images)
     return Estimated(
         model=group.label,
         methods=tuple(group.methods),
@@ -104,8 +104,8 @@ def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimate
 
 
 def _peak() -> int:
-    """The most bytes this process has had in memory."""
-    import resource  # not everywhere
+    """The peak memory of this process in bytes."""
+    import resource  # not available on Windows
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
@@ -113,7 +113,7 @@ def _peak() -> int:
 
 @contextlib.contextmanager
 def _counting(vit: Anatomy, limit: float) -> Iterator[list[int]]:
-    """Count what goes through the model's first block, and stop when it takes too long; the model is not touched."""
+    """Count what passes through the model's first block, and stop after `limit` seconds; the model is not changed."""
     count, until = [0], time.perf_counter() + limit
     first = vit.blocks[0] if len(vit.blocks) else vit.model
 

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on; whoever listens is given one of these at a time."""
+"""The progress events of a run, which listeners receive one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from patchlight.bench.rows import ResultRow
 
 @dataclass(frozen=True)
 class Planning:
-    """So many of the images have been read."""
+    """`read` of the images have been read for planning."""
 
     event: ClassVar[str] = "plan"
     read: int
@@ -20,7 +20,7 @@ class Planning:
 
 @dataclass(frozen=True)
 class Start:
-    """The plan is made, and how many of its values are done already is known; `images` are those of one model."""
+    """The plan is complete; `done` of its values exist already. `images` is the number of images per model."""
 
     event: ClassVar[str] = "start"
     values: int
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True)
 class UnitStart:
-    """A unit is begun."""
+    """A unit has started."""
 
     event: ClassVar[str] = "unit"
     model: str
@@ -44,7 +44,7 @@ class UnitStart:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A stage of a unit, "explain" or "measure", is over for these methods."""
+    """A stage of a unit, "explain" or "measure", has ended for these methods."""
 
     event: ClassVar[str] = "step"
     stage: str
@@ -53,7 +53,7 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class UnitEnd:
-    """A unit is stored."""
+    """A unit has been stored."""
 
     event: ClassVar[str] = "done"
     key: str
@@ -65,7 +65,7 @@ class UnitEnd:
 
 @dataclass(frozen=True)
 class End:
-    """The run is over, or was asked to stop; `failures` are values that failed, by reason."""
+    """The run has ended or was stopped; `failures` counts failed values by reason."""
 
     event: ClassVar[str] = "end"
     failures: Mapping[str, int]

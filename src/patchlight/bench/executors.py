@@ -1,6 +1,6 @@
-"""Where units run: in this process, or in worker processes of this machine. `patchlight.bench.ray` has a cluster's.
+"""Executors run units in this process or in worker processes; `patchlight.bench.ray` runs them on a cluster.
 
-An executor takes units and gives futures. Only the process that owns the shard writes; workers compute.
+An executor takes units and returns futures. Workers compute; only the process that owns the shard writes.
 """
 
 from __future__ import annotations
@@ -27,66 +27,66 @@ import torch
 from patchlight.bench.events import Listener
 from patchlight.bench.plan import Group, Images, Plan, Unit
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import Before, Done
+from patchlight.bench.rows import Done, KnownValues
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.core.errors import PatchlightError
 from patchlight.core.plugins import load_plugin, loaded_files
 
 
 class WorkerDied(Exception):
-    """The process that ran a unit died; the message says which."""
+    """The process that ran a unit died; the message names it."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What running a unit gave, and the seconds it took."""
+    """The result of a unit, and the seconds it took."""
 
     done: Done
     seconds: float
 
 
 class Executor(Protocol):
-    """Runs units, at most `slots` at once; a future raises `WorkerDied` where its process died."""
+    """Runs units, at most `slots` at once; a future raises `WorkerDied` if its process died."""
 
     @property
     def slots(self) -> int:
-        """How many units may be under way."""
+        """How many units may run at once."""
 
-    def submit(self, unit: Unit, known: Before) -> Future[Finished]:
-        """Run a unit, without the values that are known."""
+    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
+        """Run a unit, except for the values that are known."""
 
     def close(self) -> None:
-        """End all workers, whatever they do."""
+        """End all workers at once."""
 
 
-def timed(unit: Unit, resources: Resources, known: Before, listen: Listener = lambda event: None) -> Finished:
-    """Run a unit here."""
+def run_timed(unit: Unit, resources: Resources, known: KnownValues, listen: Listener = lambda event: None) -> Finished:
+    """Run a unit in this process."""
     begin = time.perf_counter()
     done = run_unit(unit, resources, known, listen)
     return Finished(done, time.perf_counter() - begin)
 
 
 class InProcess:
-    """This process runs the units, one after the other."""
+    """Runs units in this process, one after the other."""
 
     slots = 1
 
     def __init__(self, resources: Resources, listen: Listener) -> None:
         self.resources, self.listen = resources, listen
 
-    def submit(self, unit: Unit, known: Before) -> Future[Finished]:
+    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
         future: Future[Finished] = Future()
-        future.set_result(timed(unit, self.resources, known, self.listen))
+        future.set_result(run_timed(unit, self.resources, known, self.listen))
         return future
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no workers."""
 
 
 class Workers:
-    """Processes of this machine, each with a device and its share of the cores.
+    """Worker processes on this machine, each with a device and its share of the cores.
 
-    Each is a pool of one, so that it is known which unit a process died of; a dead one is replaced.
+    Every worker is a pool of one process, so a dead process can be assigned to its unit; it is replaced.
     """
 
     def __init__(self, job: str, devices: Sequence[str], logs: Path) -> None:
@@ -98,7 +98,7 @@ class Workers:
         broken = [i for i, answer in enumerate(started) if isinstance(answer.exception(), BrokenProcessPool)]
         if broken:
             self.close()
-            raise PatchlightError(f"worker {broken[0] + 1} cannot be started; see '{self._log(broken[0])}'")
+            raise PatchlightError(f"worker {broken[0] + 1} did not start; see '{self._log(broken[0])}'")
 
     @property
     def slots(self) -> int:
@@ -112,13 +112,13 @@ class Workers:
             1, multiprocessing.get_context("spawn"), _prepare_worker, (str(self._log(number).resolve()),)
         )
 
-    def submit(self, unit: Unit, known: Before) -> Future[Finished]:
+    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
         number = next(i for i in range(len(self.pools)) if i not in self.busy)
         self.busy.add(number)
         outcome: Future[Finished] = Future()
 
         def end(answer: Future[bytes]) -> None:
-            if answer.cancelled():  # by close: nobody waits for the outcome
+            if answer.cancelled():  # by `close`: nobody waits for the outcome
                 return
             error = answer.exception()
             if isinstance(error, BrokenProcessPool):
@@ -132,10 +132,10 @@ class Workers:
             except BaseException as failure:
                 outcome.set_exception(failure)
 
-        task = pickle.dumps((self.job, self.devices[number], spelled(unit), known))  # tensors by value
+        task = pickle.dumps((self.job, self.devices[number], unit_to_dict(unit), known))  # tensors by value
         try:
             answer = self.pools[number].submit(_run_task, task)
-        except BrokenProcessPool:  # it died while it had no unit
+        except BrokenProcessPool:  # the process died while it was idle
             self.pools[number] = self._start(number)
             answer = self.pools[number].submit(_run_task, task)
         answer.add_done_callback(end)
@@ -149,7 +149,7 @@ class Workers:
 
 
 def _prepare_worker(log: str) -> None:
-    """Write what is printed to the log, leave signals to the owner of the shard, and do not outlive it."""
+    """Redirect output to the log, ignore signals (the owner of the shard handles them), and end with the owner."""
     file = open(log, "a", encoding="utf-8")  # noqa: SIM115
     for stream in (1, 2):
         os.dup2(file.fileno(), stream)
@@ -166,13 +166,13 @@ def _prepare_worker(log: str) -> None:
 
 
 def _run_task(task: bytes) -> bytes:
-    """In a worker: run a unit."""
+    """Run a pickled unit in a worker."""
     job, device, about, known = pickle.loads(task)
     return pickle.dumps(execute(job, about, known, device))
 
 
-def job_of(plan: Plan, resources: Resources, threads: int) -> str:
-    """What every worker of a run is given once, as JSON: the recipe, plugins with their text, and what it runs on."""
+def worker_job(plan: Plan, resources: Resources, threads: int) -> str:
+    """The part of a run that all its workers share, as JSON: recipe, plugins with their source, and resources."""
     return json.dumps(
         {
             "recipe": plan.recipe.model_dump_json(),
@@ -187,27 +187,27 @@ def job_of(plan: Plan, resources: Resources, threads: int) -> str:
 
 @lru_cache(maxsize=1)
 def _prepared(job: str) -> tuple[Recipe, Resources]:
-    """Prepare a worker process for a run, once: plugins loaded, paths relative to where it was begun."""
-    about = json.loads(job)
+    """Prepare a worker process for a run, once: load its plugins and change to its working directory."""
+    shared = json.loads(job)
     with contextlib.suppress(OSError):
-        os.chdir(about["folder"])
-    torch.set_num_threads(about["threads"])
-    for path, text in about["plugins"]:
+        os.chdir(shared["folder"])
+    torch.set_num_threads(shared["threads"])
+    for path, text in shared["plugins"]:
         if not Path(path).is_file() or Path(path).read_text(encoding="utf-8") != text:
             path = Path(tempfile.mkdtemp(prefix="patchlight-")) / Path(path).name
             path.write_text(text, encoding="utf-8")
         load_plugin(path)
-    return Recipe.model_validate_json(about["recipe"]), Resources(about["device"], about["chunk"])
+    return Recipe.model_validate_json(shared["recipe"]), Resources(shared["device"], shared["chunk"])
 
 
-def execute(job: str, about: Mapping[str, Any], known: Before, device: str = "") -> Finished:
-    """In a worker process: run the unit that `spelled` describes."""
+def execute(job: str, about: Mapping[str, Any], known: KnownValues, device: str = "") -> Finished:
+    """Run, in a worker process, a unit that `unit_to_dict` described."""
     recipe, resources = _prepared(job)
-    return timed(_unit(recipe, about), Resources(device or resources.device, resources.chunk), known)
+    return run_timed(unit_from_dict(recipe, about), Resources(device or resources.device, resources.chunk), known)
 
 
-def spelled(unit: Unit) -> dict[str, Any]:
-    """A unit in plain values: what the recipe does not say of it."""
+def unit_to_dict(unit: Unit) -> dict[str, Any]:
+    """A unit as plain values, without those of the recipe."""
     group = unit.group
     return {
         "label": group.label,
@@ -222,8 +222,8 @@ def spelled(unit: Unit) -> dict[str, Any]:
     }
 
 
-def _unit(recipe: Recipe, about: Mapping[str, Any]) -> Unit:
-    """The unit that was meant."""
+def unit_from_dict(recipe: Recipe, about: Mapping[str, Any]) -> Unit:
+    """The unit that `unit_to_dict` described."""
     group = Group(
         about["label"],
         recipe.models[about["label"]],
@@ -238,12 +238,12 @@ def _unit(recipe: Recipe, about: Mapping[str, Any]) -> Unit:
         about["batch_size"],
     )
     unit = Unit(group, about["start"], Images(**about["images"]))
-    assert unit.key == about["key"], "a unit is the same everywhere"
+    assert unit.key == about["key"], "a unit must be the same in every process"
     return unit
 
 
 def devices_of(device: str) -> list[str]:
-    """The devices of `cuda:all`, or the one that is named.
+    """All CUDA devices for `cuda:all`, else the named device.
 
     >>> devices_of("cpu")
     ['cpu']
@@ -252,10 +252,10 @@ def devices_of(device: str) -> list[str]:
         return [device]
     count = torch.cuda.device_count()
     if not count:
-        raise PatchlightError("--device cuda:all: there is no CUDA device on this machine; give --device cpu")
+        raise PatchlightError("--device cuda:all: this machine has no CUDA device; use --device cpu")
     return [f"cuda:{i}" for i in range(count)]
 
 
 def cores() -> int:
-    """How many processors this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Running a recipe into a folder: what is missing is cut into units, which an executor runs, and stored."""
+"""Runs a recipe into a folder: cuts the missing values into units, hands them to an executor, stores the results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchlight.bench.events import End, Listener, Start, UnitEnd, UnitStart
-from patchlight.bench.executors import Executor, Finished, InProcess, WorkerDied, Workers, cores, devices_of, job_of
+from patchlight.bench.executors import Executor, Finished, InProcess, WorkerDied, Workers, cores, devices_of, worker_job
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_manifest
 from patchlight.bench.plan import WHOLE, Group, Plan, Shard, Unit, load_model, plan, source_digest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import Before, map_bytes, table_bytes
+from patchlight.bench.rows import KnownValues, map_bytes, table_bytes
 from patchlight.bench.store import Store
-from patchlight.bench.unit import Resources, assembled, loaded, lost, opened
+from patchlight.bench.unit import Resources, assemble_unit, load_planned, lost_unit, open_data
 from patchlight.core.attribution import versions
 from patchlight.core.errors import PatchlightError
 from patchlight.evidence.ablation import free_chunk
@@ -31,37 +31,37 @@ if TYPE_CHECKING:
 
 OTHER_VERSION = "the run was begun with another version of"
 LASTING = (OTHER_VERSION, MERGED)
-"""How notes begin that a run keeps."""
+"""First words of the notes that stay in the manifest."""
 DEATHS = 3
-"""Processes that may die of a unit before it counts as failed."""
+"""A unit fails after this many worker processes died while running it."""
 SECONDS = 30.0
-"""How long a unit should take."""
+"""Target duration of a unit."""
 EACH = 4
-"""Units that every worker should have of a group."""
+"""Units per worker and group, at least."""
 MOST = 4096
-"""Images a unit may have, whose rows and maps are kept in memory until it is done."""
+"""Images per unit, at most: rows and maps are in memory until the unit is stored."""
 PAUSE = 0.5
-"""Seconds between two looks at a wish to stop."""
+"""Seconds between two checks whether to stop."""
 GRACE = 25.0
-"""Seconds after which a process that was asked to stop ends, whatever it does."""
+"""Seconds after SIGTERM until the process exits even if a unit is running."""
 PREEMPTED = 75
-"""The exit code of a run that was asked to stop: the same command resumes it (EX_TEMPFAIL)."""
+"""Exit code of a stopped run that the same command resumes (EX_TEMPFAIL)."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a recipe is run; none of it changes a value.
+    """How a recipe is run; no option changes a value.
 
     Args:
-        text: The recipe as it was written, for the manifest.
-        quick: Whether the recipe's quick settings are in force, for the manifest.
-        retry: Run again what failed.
+        text: The recipe's text, for the manifest.
+        quick: Whether the recipe's quick settings are used, for the manifest.
+        retry: Run failed values again.
         shard: The part of the images to run; each shard has its own folder and owner.
         device: `cpu`, `cuda`, `cuda:1`, or `cuda:all` for a worker on each GPU.
-        workers: Worker processes; by default one for each device, and on a cluster as many as it has room for.
-        ray: Address of a Ray cluster whose nodes are the workers; `auto` is the one this machine belongs to.
-        threads: Threads of a new run; a resumed run has those it was begun with.
-        data: Images given in Python, in place of the recipe's.
+        workers: Number of worker processes; by default one per device, and on a cluster as many as fit.
+        ray: Address of a Ray cluster that runs the units; `auto` is the cluster of this machine.
+        threads: Number of threads of a new run; a resumed run keeps its number.
+        data: A data set in Python that replaces the recipe's data.
     """
 
     text: str = ""
@@ -77,9 +77,16 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did: values in all, done before, done now, reused from earlier plans; failures, by reason.
+    """The outcome of a run.
 
-    `left` are values of this shard that are still to be done, because it was asked to stop.
+    Attributes:
+        values: Number of values of the complete run.
+        before: Values that existed already.
+        now: Values that were stored now.
+        reused: Values among `now` that earlier plans had measured.
+        left: Values of this shard that are missing because the run was stopped.
+        failures: Number of failed values by reason.
+        notes: Notes for the reader.
     """
 
     values: int
@@ -93,14 +100,14 @@ class Summary:
 
 @dataclass
 class Stop:
-    """A wish to stop: the units in flight are finished, and nothing begun after them."""
+    """A request to stop: units in flight are finished, and no other unit is started."""
 
     asked: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A run that is begun or resumed: its plan, what it runs on, and notes on what changed."""
+class PreparedRun:
+    """A run that is ready to work: its store, plan and resources, and notes on what changed."""
 
     store: Store
     plan: Plan
@@ -115,10 +122,17 @@ def run(
     stop: Stop | None = None,
     listen: Listener = lambda event: None,
 ) -> Summary:
-    """Run what is missing of a recipe into the folder `out`; an interrupted run resumes where it was.
+    """Run the missing values of a recipe; an interrupted run resumes where it stopped.
 
-    A shard is run by one process at a time. The chunk size and number of threads of the first run are kept, so that a
-    resumed run gives the same numbers to the bit on the same machine. `listen` is given every event.
+    A resumed run keeps the chunk size and number of threads of the first, so it gives bit-identical values on the same
+    machine. Only one process at a time may run a shard.
+
+    Args:
+        recipe: What to measure.
+        out: The run folder.
+        options: How to run it.
+        stop: Lets another thread stop the run.
+        listen: Called with every event.
     """
     options, stop, store = options or RunOptions(), stop or Stop(), Store(out)
     if options.ray is not None:
@@ -130,68 +144,74 @@ def run(
     store.make(options.shard)
     with store.owned(options.shard):
         threads = options.threads or (max(1, cores() // workers) if workers > 1 else None)
-        begun = begin(store, recipe, options, devices[0], threads, listen)
+        prepared = prepare_run(store, recipe, options, devices[0], threads, listen)
         executor: Executor
         if workers == 1:
-            executor = InProcess(begun.resources, listen)
+            executor = InProcess(prepared.resources, listen)
         else:
-            load_model.cache_clear()  # the workers have their own
-            job = job_of(begun.plan, begun.resources, torch.get_num_threads())
+            load_model.cache_clear()  # every worker loads its own model
+            job = worker_job(prepared.plan, prepared.resources, torch.get_num_threads())
             each = [devices[i % len(devices)] for i in range(workers)]
             executor = Workers(job, each, store.folder / "logs")
-        return work(begun, options, executor, stop, listen)
+        return work(prepared, options, executor, stop, listen)
 
 
-def begin(
+def prepare_run(
     store: Store, recipe: Recipe, options: RunOptions, device: str, threads: int | None, listen: Listener
-) -> Begun:
-    """Plan, and bring the folder in line with the plan; refused where another shard is at work on another plan."""
+) -> PreparedRun:
+    """Plan the run and bring the folder in line with the plan.
+
+    Raises:
+        PatchlightError: If another process is working on the folder with another plan.
+    """
     folder = store.folder_of(options.shard)
     earlier = store.read_manifest()
     check_same_run(store, earlier, recipe, device)
-    opened.cache_clear()  # the data may have changed since this process last looked
+    open_data.cache_clear()  # the data may have changed
     known = None
     if earlier is not None and earlier.resolved == recipe and store.held() != [folder]:
         known = earlier.images
     planned = plan(recipe, options.data, listen=listen, device=device, known=known)
     with store.planning():
-        earlier = store.read_manifest()  # another shard may have been first: its chunk and threads are used
+        earlier = store.read_manifest()  # another shard may have written it: its chunk size and threads are used
         check_same_run(store, earlier, recipe, device)
         others = [other for other in store.held() if other != folder]
         alone = not others
         if earlier is not None and earlier.plan != planned.key and others:
             raise PatchlightError(
-                f"{store.worker(others[0])}, on another plan (other settings, images, weights or Patchlight); wait "
-                "until it has ended, or give another --out"
+                f"{store.worker(others[0])}, on another plan (other settings, images, weights or version of "
+                "Patchlight); wait until it ends, or use another --out"
             )
         resources, notes = _resources(earlier, device, planned, options.data, threads)
         scope = store.shards() if alone else [folder]
         store.sweep(scope)
-        notes += [f"{damage}: made again" for damage in store.drop_damaged(scope)]
+        notes += [f"{damage} and is measured again" for damage in store.drop_damaged(scope)]
         if alone or earlier is None:
             notes += store.arrange(planned)  # so that no row is read under another plan
             write_manifest(store.manifest_path, _manifest(planned, options, resources, earlier, notes))
         for files in store.failed(scope if options.shard == WHOLE else [folder]) if options.retry else ():
             store.set_aside(files)
-    return Begun(store, planned, resources, tuple(notes))
+    return PreparedRun(store, planned, resources, tuple(notes))
 
 
 @dataclass
 class Flight:
-    """A unit under way, what was known of it, and how many processes died of it."""
+    """A unit that is running, its known values, and how many processes died while running it."""
 
     unit: Unit
-    known: Before
+    known: KnownValues
     deaths: int = 0
 
 
-def work(begun: Begun, options: RunOptions, executor: Executor, stop: Stop, listen: Listener) -> Summary:
-    """Hand unit after unit of the shard to the executor and store what comes back, until all is done or a stop."""
-    store, planned = begun.store, begun.plan
+def work(prepared: PreparedRun, options: RunOptions, executor: Executor, stop: Stop, listen: Listener) -> Summary:
+    """Run all units of the shard on the executor and store their results, until all are done or the run is stopped."""
+    store, planned = prepared.store, prepared.plan
     cutter = Cutter(planned, options.shard, store.units(planned))
     before, now, reused = cutter.done, 0, 0
     listen(
-        Start(planned.values, before, begun.notes, len(planned.images), list(planned.recipe.models), str(store.folder))
+        Start(
+            planned.values, before, prepared.notes, len(planned.images), list(planned.recipe.models), str(store.folder)
+        )
     )
     flying: dict[Future[Finished], Flight] = {}
     again: list[Flight] = []
@@ -206,7 +226,7 @@ def work(begun: Begun, options: RunOptions, executor: Executor, stop: Stop, list
                 flying[_submitted(flight, executor)] = flight
             if not flying and (stop.asked.is_set() or not (again or cutter.left)):
                 break
-            if not flying:  # no worker is there at present
+            if not flying:  # no worker is available
                 stop.asked.wait(PAUSE)
             for future in wait(flying, PAUSE, FIRST_COMPLETED).done:
                 flight = flying.pop(future)
@@ -228,11 +248,11 @@ def work(begun: Begun, options: RunOptions, executor: Executor, stop: Stop, list
     failures = store.failures(store.shards() if options.shard == WHOLE else [folder])
     listen(End(failures, planned.values, before + now))
     left = cutter.left + sum(flight.unit.values for flight in again)
-    return Summary(planned.values, before, now, reused, left, failures, (*planned.notes, *begun.notes, *died))
+    return Summary(planned.values, before, now, reused, left, failures, (*planned.notes, *prepared.notes, *died))
 
 
 def _next(cutter: Cutter, workers: int, store: Store, retry: bool, listen: Listener) -> Flight | None:
-    """The next unit, with what earlier plans know of it."""
+    """The next unit, with the values that earlier plans measured."""
     unit = cutter.cut(workers)
     if unit is None:
         return None
@@ -241,23 +261,23 @@ def _next(cutter: Cutter, workers: int, store: Store, retry: bool, listen: Liste
 
 
 def _submitted(flight: Flight, executor: Executor) -> Future[Finished]:
-    """A unit under way; one that is known, or of which too many processes died, needs no worker."""
+    """Start a unit; no worker is needed if all its values are known or too many processes died of it."""
     if len(flight.known) < flight.unit.values and flight.deaths < DEATHS:
         return executor.submit(flight.unit, flight.known)
     future: Future[Finished] = Future()
     if flight.deaths >= DEATHS:
-        future.set_result(Finished(lost(flight.unit, f"{flight.deaths} processes died while they ran it"), 0.0))
+        future.set_result(Finished(lost_unit(flight.unit, f"{flight.deaths} processes died while they ran it"), 0.0))
     else:
-        future.set_result(Finished(assembled(flight.unit, flight.known), 0.0))
+        future.set_result(Finished(assemble_unit(flight.unit, flight.known), 0.0))
     return future
 
 
 class Cutter:
-    """Cuts what is left of a shard into units of about `SECONDS`, in whole batches.
+    """Cuts the missing values of a shard into units of about `SECONDS`, in whole batches.
 
-    One model after the other, as loading takes long, and of each all methods on the first images first, so that
-    methods can be compared on what is done of a run. The first unit of a group is one batch, whose time says how large
-    the others are.
+    Models come one after the other, because loading is slow. Within a model, all methods advance through the images
+    together, so that an incomplete run can be compared. The first unit of a group is one batch; its time determines the
+    size of the others.
     """
 
     def __init__(self, planned: Plan, shard: Shard, units: Sequence[Unit]) -> None:
@@ -275,7 +295,7 @@ class Cutter:
 
     @property
     def left(self) -> int:
-        """Values of the shard that are not cut yet."""
+        """The number of values that are not in a unit yet."""
         return sum(self._images(group) * len(group.made) for group in self.plan.groups)
 
     def _images(self, group: Group) -> int:
@@ -283,7 +303,7 @@ class Cutter:
         return sum(min(group.batch_size, total - start) for start in self.todo[group.key])
 
     def cut(self, workers: int = 1) -> Unit | None:
-        """The next unit, small enough that all workers have some; None where nothing is left."""
+        """The next unit, small enough to keep all workers busy; None if nothing is left."""
         open_groups = [group for group in self.plan.groups if self.todo[group.key]]
         if not open_groups:
             return None
@@ -292,8 +312,8 @@ class Cutter:
         todo, size = self.todo[group.key], group.batch_size
         most = size
         if group.key in self.seconds:
-            most = size_of(group, SECONDS / max(self.seconds[group.key], 1e-9))
-            most = most if workers == 1 else min(most, size_of(group, self._images(group) / (workers * EACH)))
+            most = unit_size(group, SECONDS / max(self.seconds[group.key], 1e-9))
+            most = most if workers == 1 else min(most, unit_size(group, self._images(group) / (workers * EACH)))
         count = 1
         while count < len(todo) and count * size < most and todo[count] == todo[0] + count * size:
             count += 1
@@ -301,27 +321,27 @@ class Cutter:
         return self.plan.unit(group, todo[0], min(todo[0] + count * size, len(self.plan.images)))
 
     def time(self, unit: Unit, seconds: float) -> None:
-        """Note what a unit took; what runs first is slow, so the quickest counts."""
+        """Record the time of a unit; the fastest counts, because the first includes warm-up."""
         each = seconds / len(unit.images)
         self.seconds[unit.group.key] = min(each, self.seconds.get(unit.group.key, each))
 
 
-def size_of(group: Group, images: float) -> int:
-    """About so many images, in whole batches."""
+def unit_size(group: Group, images: float) -> int:
+    """The number of images of a unit: about `images`, in whole batches."""
     return max(1, -(-int(min(images, MOST)) // group.batch_size)) * group.batch_size
 
 
 def check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, device: str) -> None:
-    """Refuse a folder of another recipe's run, or of one on another kind of device."""
+    """Refuse a folder with a run of another recipe, or of another kind of device."""
     if earlier is None:
         return
     if earlier.resolved.name != recipe.name:
         raise PatchlightError(
-            f"'{store.folder}' holds a run of '{earlier.resolved.name}', not of '{recipe.name}'; give another --out"
+            f"'{store.folder}' holds a run of '{earlier.resolved.name}', not of '{recipe.name}'; use another --out"
         )
     if torch.device(earlier.device).type != torch.device(device).type:
         raise PatchlightError(
-            f"this run was begun on {earlier.device}, and {device} rounds differently; give --device "
+            f"this run was begun on {earlier.device}, and {device} rounds differently; use --device "
             f"{earlier.device} or another --out"
         )
 
@@ -329,15 +349,15 @@ def check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, devic
 def _resources(
     earlier: Manifest | None, device: str, planned: Plan, data: Data | None, threads: int | None
 ) -> tuple[Resources, list[str]]:
-    """Chunk and threads of the run as it was begun, else of this machine, and notes where they changed."""
+    """The chunk size and threads of the first run, else of this machine; and notes on changes."""
     if earlier is None:
         if threads is not None:
             torch.set_num_threads(threads)
-        return Resources(device, free_chunk(loaded(planned.groups[0], device)), data), []
+        return Resources(device, free_chunk(load_planned(planned.groups[0], device)), data), []
     notes = []
     if earlier.threads != torch.get_num_threads():
         torch.set_num_threads(earlier.threads)
-        notes.append(f"{earlier.threads} threads are used, as when the run was begun")
+        notes.append(f"{earlier.threads} threads are used, as in the first run")
     changed = sorted(name for name, version in versions().items() if earlier.versions.get(name) != version)
     if changed:
         notes.append(f"{OTHER_VERSION} {', '.join(changed)}")
@@ -347,9 +367,9 @@ def _resources(
 def _manifest(
     planned: Plan, options: RunOptions, resources: Resources, earlier: Manifest | None, notes: Sequence[str]
 ) -> Manifest:
-    """What the run is; versions are those it was begun with, and notes of a change of them, or of a merge, stay.
+    """The manifest of a run; versions and lasting notes of an earlier manifest stay.
 
-    A text that is not given is the earlier one, where the recipe is.
+    Without a text, that of an earlier manifest with the same recipe is used.
     """
     text, quick = options.text, options.quick
     if not text and earlier is not None and earlier.resolved == planned.recipe:
@@ -383,7 +403,7 @@ def _manifest(
 
 @contextlib.contextmanager
 def preemptible() -> Iterator[Stop]:
-    """A stop that SIGTERM asks for: after the units in flight, or `GRACE` seconds if they take longer."""
+    """A `Stop` that SIGTERM sets. The process exits after the units in flight, or after `GRACE` seconds."""
     stop = Stop()
     timer = threading.Timer(GRACE, os._exit, (PREEMPTED,))
     timer.daemon = True
@@ -393,7 +413,7 @@ def preemptible() -> Iterator[Stop]:
             timer.start()
             stop.asked.set()
 
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield stop
         return
     earlier = signal.signal(signal.SIGTERM, ask)

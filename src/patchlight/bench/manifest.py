@@ -1,4 +1,4 @@
-"""manifest.json: what a run is, and what it was begun with."""
+"""manifest.json: the recipe, plan, images and versions of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from patchlight.core.files import write_atomic
 from patchlight.core.fingerprints import json_digest
 
 MERGED = "merged from"
-"""How notes begin that say where a run's values come from."""
+"""First words of the notes on the runs that were merged."""
 
 
 class PlannedGroup(BaseModel):
-    """A group as the manifest lists it."""
+    """A group in the manifest."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,12 +30,17 @@ class PlannedGroup(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A run: the recipe as it was run, overrides and all; its text; and what a resumed run must have in common with it.
+    """A run: its recipe with all overrides, and everything that a resumed or merged run must share with it.
 
-    `versions` are those it was begun with, `code` the hash of the code it was last planned with, `plan` that of the
-    plan (empty where one is yet to be made). `models` are the hashes of the models as they were loaded, `classes` that
-    of the data's class names, `made` those of every method under every metric: by these, runs know whether they belong
-    together.
+    Attributes:
+        resolved: The recipe with all overrides.
+        recipe: The recipe's text.
+        versions: Versions of the libraries when the run was started.
+        code: Hash of Patchlight's code when the run was last planned.
+        plan: Hash of the plan; empty for a merged run that has not been planned.
+        models: Hashes of the models as loaded, by label.
+        classes: Hash of the data's class names.
+        made: Hashes of every method under every metric: names, settings and code.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,42 +63,47 @@ class Manifest(BaseModel):
 
     @property
     def values(self) -> int:
-        """How many values the run has when it is complete."""
+        """The number of values of the complete run."""
         return len(self.images.names) * len(self.resolved.metrics) * sum(len(g.methods) for g in self.groups)
 
     def incomplete(self, done: int, where: str = "") -> str:
-        """How many values are missing when `done` are there, in words; empty for a complete run."""
+        """A sentence with the number of missing values if `done` exist; empty for a complete run."""
         missing = self.values - done
         return f"Incomplete: {missing} of {self.values} values are missing{where}" if missing > 0 else ""
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest in a file; None where there is none. One that is damaged, or of another format, is refused."""
+    """Read a manifest; None if the file does not exist.
+
+    Raises:
+        PatchlightError: If it is damaged, or was written in another format.
+    """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise PatchlightError(f"'{path}' cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):
-        told = None
-    made = told.get("format") if isinstance(told, dict) else None
-    if isinstance(made, int) and not isinstance(made, bool) and made != FORMAT:
-        newer = made > FORMAT
+        content = None
+    number = content.get("format") if isinstance(content, dict) else None
+    if isinstance(number, int) and not isinstance(number, bool) and number != FORMAT:
+        newer = number > FORMAT
         raise PatchlightError(
-            f"'{path.parent}' was made by {'a newer' if newer else 'an earlier'} Patchlight (format {made}, here "
-            f"{FORMAT}); {'update Patchlight to read it' if newer else 'give another --out, and run it again'}"
+            f"'{path.parent}' was written by {'a newer' if newer else 'an earlier'} version of Patchlight (format "
+            f"{number}; this version reads {FORMAT}); "
+            + ("update Patchlight to read it" if newer else "run the recipe again with another --out")
         )
-    damaged = f"'{path}' is damaged; delete it, and the same `bench run` goes on with what is done"
-    if not isinstance(told, dict) or told.pop("sum", None) != json_digest(told):
+    damaged = f"'{path}' is damaged; delete it, and the same `bench run` resumes with the values that exist"
+    if not isinstance(content, dict) or content.pop("sum", None) != json_digest(content):
         raise PatchlightError(damaged)
     try:
-        return Manifest.model_validate(told)
+        return Manifest.model_validate(content)
     except ValidationError as error:
         raise PatchlightError(damaged) from error
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest, with its format and its checksum."""
+    """Write a manifest with its format and checksum."""
     content = json.loads(json.dumps({"format": FORMAT, **manifest.model_dump(mode="json")}))
     write_atomic(path, json.dumps({**content, "sum": json_digest(content)}, indent=1).encode(), durable=True)

@@ -1,4 +1,4 @@
-"""A run, or an export of one, opened to be read: its values as a table of pyarrow or pandas, and its maps."""
+"""Opens a run or an export for reading: its values as a pyarrow or pandas table, and its maps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 ORDER = ["model", "method", "image"]
 PER_IMAGE = ("model", "image", "target", "method", "metric", "value", *TIMING, "shared_by", "note", "error")
-"""The columns of a table that a spreadsheet can take."""
+"""The columns that fit into a spreadsheet."""
 
 
 @dataclass(frozen=True, eq=False)
 class MethodMaps:
-    """The maps [n,h,w] of one method for one model, at patch resolution; NaN where an image has none.
+    """The maps [n,h,w] of one method on one model, at patch resolution; NaN for an image without a map.
 
-    `classes` are the names of what was explained.
+    `classes` are the names of the explained classes.
     """
 
     scores: Tensor
@@ -48,10 +48,7 @@ class MethodMaps:
 
 
 class Opened:
-    """A run that is read: `recipe` as it was run, `images` by name, `versions` it was made with.
-
-    Nothing is read before it is asked for.
-    """
+    """A run that is open for reading; values and maps are read on access."""
 
     def __init__(self, folder: str | Path) -> None:
         self.store = Store(folder)
@@ -71,14 +68,14 @@ class Opened:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know: what changed during the run, what is damaged, what is still to be done."""
-        damaged = [path for files in self.store.files().values() for path in files.damaged]
-        told = [f"'{path.parent.name}/{path.name}' is damaged and left out" for path in damaged]
+        """What changed during the run, which files are damaged, and how many values are missing."""
+        paths = [path for files in self.store.files().values() for path in files.damaged]
+        damaged = [f"'{path.parent.name}/{path.name}' is damaged and left out" for path in paths]
         done = sum(len(table) for table in self.store.tables(["cell"]))
-        return tuple(filter(None, (self.manifest.incomplete(done), *self.manifest.notes, *told)))
+        return tuple(filter(None, (self.manifest.incomplete(done), *self.manifest.notes, *damaged)))
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """The rows a unit at a time, by model, method and image, with these columns."""
+        """The rows of one unit at a time, ordered by model, method and image."""
         _check_columns(columns)
         for files in self._in_order():
             table = files.table(None if columns is None else list(columns))
@@ -97,16 +94,20 @@ class Opened:
         return [files for _, files in sorted(found, key=lambda pair: pair[0])]
 
     def table(self, columns: Sequence[str] | None = None) -> Any:
-        """All rows, one for each image, method and metric, as a table of pyarrow; with these columns, if given."""
+        """All values as a pyarrow table, with one row for each image, method and metric.
+
+        Args:
+            columns: The columns to read; all by default.
+        """
         found = list(self.tables(columns))
         return pa.concat_tables(found) if found else pa.schema(map(SCHEMA.field, _names(columns))).empty_table()
 
     def frame(self, columns: Sequence[str] | None = None) -> DataFrame:
-        """The same as a data frame of pandas."""
+        """The same table as a pandas data frame."""
         return from_arrow(self.table(columns))
 
     def maps(self, model: str, method: str) -> MethodMaps:
-        """The maps of a method for a model, of all images that are done, in the run's order."""
+        """The maps of a method on a model, for all measured images in the run's order."""
         for what, label, known in (("model", model, self.recipe.models), ("method", method, self.recipe.methods)):
             if label not in known:
                 raise PatchlightError(f"the run has no {what} '{label}'; {nearest(label, known)}")
@@ -122,12 +123,19 @@ class Opened:
 
 
 def open(path: str | Path) -> Opened:
-    """Open a run or an export of one to read its values and maps; refused where there is none."""
+    """Open a run or an export for reading.
+
+    Args:
+        path: The folder of the run or export.
+
+    Raises:
+        PatchlightError: If the folder does not hold a run.
+    """
     return Opened(path)
 
 
 def write_csv(run: Opened, file: IO[bytes]) -> None:
-    """Write a line of CSV for each image, method and metric, a unit at a time."""
+    """Write one line of CSV for each image, method and metric."""
     from pyarrow.csv import WriteOptions
     from pyarrow.csv import write_csv as write
 
@@ -139,14 +147,14 @@ def write_csv(run: Opened, file: IO[bytes]) -> None:
 
 
 def _spreadsheet(table: Any) -> Any:
-    """A table whose text no spreadsheet takes for a formula: it gets a ' before it."""
-    for i, own in enumerate(table.schema):
-        if own.type == pa.string():
+    """Put a ' before text that a spreadsheet would run as a formula."""
+    for i, entry in enumerate(table.schema):
+        if entry.type == pa.string():
             column = table.column(i)
             risky = pc.fill_null(pc.match_substring_regex(column, FORMULA), False)
             if pc.any(risky).as_py():
-                told = pc.binary_join_element_wise("'", column, "")
-                table = table.set_column(i, own, pc.if_else(risky, told, column))
+                escaped = pc.binary_join_element_wise("'", column, "")
+                table = table.set_column(i, entry, pc.if_else(risky, escaped, column))
     return table
 
 

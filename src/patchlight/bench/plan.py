@@ -1,4 +1,4 @@
-"""The plan: a recipe cut into units of work. A unit says all that its rows depend on, and its key is their hash."""
+"""Cuts a recipe into units of work. A unit contains everything that its rows depend on; its key is a hash of that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
-from patchlight.bench.code import described
+from patchlight.bench.code import describe_value
 from patchlight.bench.contents import contents, planned_sample, same_classes
 from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
@@ -28,18 +28,18 @@ NOT_MEASURING = (
     *("cli", "web", "callbacks", "report", "core/drawing", "core/extras.py"),
     *("study/recommend", "study/faithfulness.py", "study/compare.py", "study/ranking.py", "study/cost.py"),
 )
-"""Parts of the package that may change without any map or value changing."""
+"""Parts of the package on which no map or value depends."""
 MEASURING = tuple(Path("bench", name) for name in ("code.py", "contents.py", "plan.py", "recipe.py", "unit.py"))
-"""The modules of the benchmark whose code values depend on."""
+"""Modules of the benchmark on which values depend."""
 TOGETHER = 4
-"""Methods that share a pass in one unit, where metrics ask the model: measuring then takes longer than the pass."""
+"""Methods of a shared pass per unit, at most, if metrics run the model: measuring then takes longer than the pass."""
 Pair = tuple[str, str]
 """The labels of a method and of a metric."""
 
 
 @dataclass(frozen=True, repr=False)
 class Images:
-    """Images of the data: their places in it, their names, and the hashes of what is in them."""
+    """Images of a data set: their indices in it, names, and content hashes."""
 
     indices: tuple[int, ...]
     names: tuple[str, ...]
@@ -65,11 +65,15 @@ class Images:
 
 @dataclass(frozen=True)
 class Group:
-    """Methods that are explained together on one model, `batch_size` images at once, and measured by all metrics.
+    """Methods that are explained together on one model, in batches, and measured by all metrics.
 
-    `classes` is the hash of the names of all classes, `digest` that of the model as it was loaded, and `made` that of
-    each method under each metric: names, settings and code. Paths of data and weights say where things are and are not
-    part of any hash.
+    Paths of data and weights are not part of any hash.
+
+    Attributes:
+        label: The model's label in the recipe.
+        digest: Hash of the model as it was loaded.
+        classes: Hash of the data's class names.
+        made: Hash of each method under each metric: names, settings and code.
     """
 
     label: str
@@ -86,7 +90,7 @@ class Group:
 
     @cached_property
     def place(self) -> str:
-        """The hash of code, model, class policy and seed: all but images, methods and metrics."""
+        """The hash of code, model, data, target and seed: everything except images, methods and metrics."""
         from patchlight import __version__
 
         model = self.model.model_dump(mode="json", exclude={"weights", "labels", "similar_to", "stands_for"})
@@ -101,7 +105,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Unit:
-    """A group and a stretch of its images, from image `start` of the run on: whoever runs it gets the same rows."""
+    """A group and consecutive images of the run, from `start`; every process computes the same rows for it."""
 
     group: Group
     start: int
@@ -109,14 +113,14 @@ class Unit:
 
     @cached_property
     def key(self) -> str:
-        """Where the unit lies in the plan, and the hash of what is in its images: `GROUP.START.STOP.IMAGES`."""
+        """`GROUP.START.STOP.IMAGES`: the unit's place in the plan, and a hash of its images."""
         return f"{self.group.key}.{self.start}.{self.stop}.{json_digest([self.images.names, self.images.contents])}"
 
     def cells(self, pair: Pair) -> list[str]:
-        """For each image, the hash of what the method's value under the metric depends on."""
+        """For each image, the hash of everything that the method's value under the metric depends on."""
         common = f"{self.group.place} {self.group.made[pair]} "
-        about = zip(self.images.names, self.images.contents, strict=True)
-        return [_short(f"{common}{content} {name}".encode()) for name, content in about]
+        images = zip(self.images.names, self.images.contents, strict=True)
+        return [_short(f"{common}{content} {name}".encode()) for name, content in images]
 
     @property
     def stop(self) -> int:
@@ -129,30 +133,30 @@ class Unit:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` equal parts of every group's batches, the first being 1."""
+    """One of `count` equal parts of every group's batches; `number` starts at 1."""
 
     number: int = 1
     count: int = 1
 
     @staticmethod
     def parse(text: str) -> Shard:
-        """`3/16` as the third of sixteen.
+        """Parse `3/16`, the third of sixteen shards.
 
         >>> Shard.parse("3/16")
         Shard(number=3, count=16)
         """
         number, slash, count = text.partition("/")
         if not (slash and number.strip().isdecimal() and count.strip().isdecimal() and int(count)):
-            raise PatchlightError(f"--shard {text or 'of nothing'} is not possible; give I/N, as in 3/16")
+            raise PatchlightError(f"--shard '{text}' is not valid; give I/N, for example 3/16")
         shard = Shard(int(number), int(count))
         if not 1 <= shard.number <= shard.count:
             raise PatchlightError(
-                f"--shard {text} is not possible; of {count} shards give 1/{count} to {count}/{count}"
+                f"--shard '{text}' is not valid; with {count} shards, give 1/{count} to {count}/{count}"
             )
         return shard
 
     def span(self, images: int, batch_size: int) -> tuple[int, int]:
-        """Where this part of so many images begins and ends, in whole batches."""
+        """The first image of this shard and the end of it, in whole batches."""
         batches = -(-images // batch_size)
         begin, end = (-(-place * batches // self.count) * batch_size for place in (self.number - 1, self.number))
         return min(begin, images), min(end, images)
@@ -163,7 +167,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class Plan:
-    """All groups, in order, the images they are asked about, and what a reader should know about their choice."""
+    """The groups of a recipe in order, its images, and notes on how they were chosen."""
 
     recipe: Recipe
     groups: tuple[Group, ...]
@@ -171,11 +175,11 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def unit(self, group: Group, start: int, stop: int) -> Unit:
-        """The unit of a group from image `start` up to `stop`."""
+        """The unit of a group from image `start` to `stop`, exclusive."""
         return Unit(group, start, self.images.part(start, stop))
 
     def unit_of(self, key: str) -> Unit | None:
-        """The unit of this key; None where it belongs to another plan."""
+        """The unit with this key; None if it belongs to another plan."""
         group_key, _, rest = key.partition(".")
         group = self._by_key.get(group_key)
         span = re.fullmatch(r"(\d+)\.(\d+)\.\w+", rest)
@@ -204,7 +208,7 @@ def _short(data: bytes) -> str:
 
 @cache
 def source_digest() -> str:
-    """The hash of the package's own source, of all that maps and values come from: changed code has its own rows."""
+    """The hash of all source files on which maps and values depend; after a change, values are measured again."""
     package = Path(__file__).parents[1]
     hashed = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -216,32 +220,33 @@ def source_digest() -> str:
 
 @lru_cache(maxsize=1)
 def load_model(model: ModelSpec, device: str) -> Anatomy:
-    """A recipe's model; the last one is kept."""
+    """Load a recipe's model; the last one is cached."""
     return model.load(device)
 
 
 def model_digest(vit: Anatomy) -> str:
-    """The hash of a model as it was loaded: weights, modules, configuration, and how it is shown an image."""
+    """The hash of a model as it was loaded: weights, modules, configuration and preprocessing."""
     config: Any = getattr(vit.model, "config", None)
-    told = config.to_dict() if hasattr(config, "to_dict") else None
-    about = [vit.grid, vit.prefix, vit.pooling, vit.classes, vit.labels, asdict(vit.outputs), vit.channels]
+    configuration = config.to_dict() if hasattr(config, "to_dict") else None
+    properties = [vit.grid, vit.prefix, vit.pooling, vit.classes, vit.labels, asdict(vit.outputs), vit.channels]
     modules = re.sub(r"0x[0-9a-fA-F]+", "", repr(vit.model))
-    return json_digest([identity(vit), modules, told, about, asdict(vit.preprocess)])
+    return json_digest([identity(vit), modules, configuration, properties, asdict(vit.preprocess)])
 
 
 def _made(recipe: Recipe) -> dict[Pair, str]:
-    """By method and metric, the hash of what is asked and of what it does that names and settings do not say."""
+    """By method and metric, the hash of names, settings and code, and of files that a method depends on."""
     methods = {}
-    for label, method in recipe.methods.items():
-        asked = method.request
-        depends = asked.method.depends(asked.settings) if asked.method.depends is not None else None
-        code = described([asked.method, asked.composition, asked.rule])
-        methods[label] = json_digest([asked.name, described(asked.settings), described(asked.score), code, depends])
+    for label, spec in recipe.methods.items():
+        request = spec.request
+        depends = request.method.depends(request.settings) if request.method.depends is not None else None
+        code = describe_value([request.method, request.composition, request.rule])
+        settings, score = describe_value(request.settings), describe_value(request.score)
+        methods[label] = json_digest([request.name, settings, score, code, depends])
     found = {}
     for label, made in methods.items():
         for name, metric in recipe.metrics.items():
             measured = recipe.methods[label].measured_by(metric)
-            found[label, name] = json_digest([made, described(measured.metric), described(measured.settings)])
+            found[label, name] = json_digest([made, describe_value(measured.metric), describe_value(measured.settings)])
     return found
 
 
@@ -252,10 +257,16 @@ def plan(
     device: str = "cpu",
     known: Images | None = None,
 ) -> Plan:
-    """Cut the recipe into groups of methods, for each of its models.
+    """Cut a recipe into groups of methods for each of its models.
 
-    Every image is hashed and every model loaded, for their hashes; where that takes long, `listen` is told how far it
-    is. Images that are `known` are taken as they are: each is looked at once more when it is read.
+    Every image is hashed and every model is loaded, for its hash.
+
+    Args:
+        recipe: The recipe.
+        data: A data set in Python that replaces the recipe's data.
+        listen: Called with a `Planning` event every two seconds.
+        device: Where models are loaded.
+        known: Images of an earlier plan, whose hashes are reused; each image is checked again when it is read.
     """
     made = _made(recipe)
     data = recipe.data.open() if data is None else data
@@ -267,7 +278,7 @@ def plan(
         known = Images(tuple(chosen), names, tuple(content for content, _ in read))
         notes += _missing(recipe, [drawn for _, drawn in read if drawn is not None])
     classes = json_digest(data.labels and list(data.labels))
-    load_model.cache_clear()  # weights may have changed since this process last looked
+    load_model.cache_clear()  # weights may have changed
     groups = []
     for label, model in recipe.models.items():
         vit = load_model(model, device)
@@ -294,19 +305,19 @@ def plan(
     return Plan(recipe, tuple(groups), known, tuple(notes))
 
 
-def _asks(recipe: Recipe) -> bool:
-    """Whether a metric asks the model about variants of the images, which takes longer than a pass."""
-    metrics = [own.request.metric for own in recipe.metrics.values()]
+def _metrics_run_model(recipe: Recipe) -> bool:
+    """Whether a metric runs the model on variants of the images, which takes longer than a pass."""
+    metrics = [spec.request.metric for spec in recipe.metrics.values()]
     return any(metric.ablates or metric.explains for metric in metrics)
 
 
 def _together(recipe: Recipe) -> list[list[str]]:
-    """The methods of each group: those that share a pass, at most `TOGETHER` where metrics take longer; others alone.
+    """The methods of each group, in the order of their first methods.
 
-    Groups stand in the order of their first methods.
+    Methods that share a pass form groups, of at most `TOGETHER` if metrics take longer; other methods are alone.
     """
-    shared = [label for label, own in recipe.methods.items() if own.request.in_pass]
-    most = TOGETHER if _asks(recipe) else max(1, len(shared))
+    shared = [label for label, spec in recipe.methods.items() if spec.request.in_pass]
+    most = TOGETHER if _metrics_run_model(recipe) else max(1, len(shared))
     groups = [shared[i : i + most] for i in range(0, len(shared), most)]
     groups += [[label] for label in recipe.methods if label not in shared]
     order = {label: i for i, label in enumerate(recipe.methods)}
@@ -314,45 +325,47 @@ def _together(recipe: Recipe) -> list[list[str]]:
 
 
 def _batch_size(recipe: Recipe, methods: Sequence[str], device: str) -> int:
-    """Images explained at once. A processor gains little from more than one, and what it does with one takes long."""
-    shared = recipe.methods[methods[0]].request.in_pass and not _asks(recipe)
+    """Images explained at once. A CPU gains little from batches, except for passes that are the main cost."""
+    shared = recipe.methods[methods[0]].request.in_pass and not _metrics_run_model(recipe)
     return recipe.batch_size if shared or device != "cpu" else 1
 
 
 def as_planned(data: Data, images: Images) -> Data:
-    """These images of the data; one that has changed since the plan was made is refused when it is read."""
+    """These images of the data; an image that changed since planning is refused when it is read."""
     planned = dict(zip(images.names, zip(images.indices, images.contents, strict=True), strict=True))
 
     def read(name: str) -> Sample:
         index, content = planned[name]
         if not (index < len(data) and data.names[index] == name):
-            raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
+            raise PatchlightError(
+                f"'{name}' has changed since the run was planned; run the same command again to plan it again"
+            )
         return planned_sample(data, index, content)
 
     return replace(data, names=images.names, read=read)
 
 
 def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
-    """Indices of the images to use, and a note where there are fewer than asked for."""
-    chosen, wanted = recipe.data.chosen(data.names, recipe.seed), recipe.data.images
-    if wanted is None or len(chosen) == wanted:
+    """Indices of the images to use, and a note if there are fewer than requested."""
+    chosen, requested = recipe.data.chosen(data.names, recipe.seed), recipe.data.images
+    if requested is None or len(chosen) == requested:
         return chosen, []
     where = "data" if recipe.data.list is None else "list"
-    return chosen, [f"{wanted} images were asked for; the {where} has {len(chosen)}, and all are used"]
+    return chosen, [f"{requested} images were requested; the {where} has {len(chosen)}, and all are used"]
 
 
 def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
-    """A note for each metric whose annotations no image has; refused where that is so of all of them."""
+    """A note for each metric whose annotations no image has; an error if that is true of all metrics."""
     have = set().union(*known)
     if not known:
         return []
     if recipe.target == "label" and "labels" not in have:
-        raise PatchlightError("the recipe explains the images' labels, and the data has none; give --target prediction")
+        raise PatchlightError("the recipe explains the images' labels, but the data has none; use --target prediction")
     lacking = {}
-    for label, own in recipe.metrics.items():
-        lacking[label] = [need for need in sorted(own.request.metric.needs) if not have & set(need.split(" or "))]
-    told = [f"'{label}' needs {' and '.join(needs)}" for label, needs in lacking.items() if needs]
+    for label, spec in recipe.metrics.items():
+        lacking[label] = [need for need in sorted(spec.request.metric.needs) if not have & set(need.split(" or "))]
+    needs = [f"'{label}' needs {' and '.join(missing)}" for label, missing in lacking.items() if missing]
     where = f"the '{recipe.data.kind}' data at '{recipe.data.path}' has none"
-    if len(told) == len(lacking):
-        raise PatchlightError(f"{told[0]}, and {where}; give data that has (--images FOLDER --data KIND)")
-    return [f"{each}, and {where}: it will have no value" for each in told]
+    if len(needs) == len(lacking):
+        raise PatchlightError(f"{needs[0]}, but {where}; use data that has them (--images FOLDER --data KIND)")
+    return [f"{sentence}, but {where}: it will have no value" for sentence in needs]

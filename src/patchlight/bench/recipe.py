@@ -1,4 +1,4 @@
-"""Recipes of the benchmark: models x data x methods x metrics, and what a user puts in their place."""
+"""Benchmark recipes: models, data, methods and metrics, and a user's overrides."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from patchlight.core.recipes import Int64, Keys, OpenSpec, PositiveInt, Spec, at
 from patchlight.data.spec import DataSpec
 from patchlight.study.spec import MethodSpec, MetricSpec
 
-Told = Callable[[Keys, object], PatchlightError]
+ErrorAt = Callable[[Keys, object], PatchlightError]
 T = TypeVar("T", MethodSpec, MetricSpec)
 
 
 class Published(OpenSpec):
-    """What the paper printed for one model: the metrics of its columns, then a row of numbers for each method."""
+    """The paper's numbers for one model: the metrics of its columns, and a row of numbers for each method."""
 
     metrics: list[str]
 
@@ -30,7 +30,7 @@ class Published(OpenSpec):
 
 
 class Quick(Spec):
-    """Settings of a quick run, by the registered name of a method or metric; labels in `leave_out` are not run."""
+    """Settings of a quick run by the registered name of a method or metric; labels in `leave_out` are skipped."""
 
     leave_out: tuple[str, ...] = ()
     images: PositiveInt | None = None
@@ -39,7 +39,7 @@ class Quick(Spec):
 
 
 class Recipe(Spec):
-    """What is to be measured. Keys of `models`, `methods` and `metrics` are the words the tables show."""
+    """What to measure. The keys of `models`, `methods` and `metrics` are the labels in tables."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     paper: str = ""
@@ -55,9 +55,9 @@ class Recipe(Spec):
     quick: Quick = Quick()
 
     def number(self, model: str, method: str, metric: str) -> float | None:
-        """The paper's number, as it is printed there; None where it has none."""
-        own = self.models.get(model)
-        printed = self.published.get((own.stands_for if own else "") or model)
+        """The number that the paper prints; None if it has none."""
+        spec = self.models.get(model)
+        printed = self.published.get((spec.stands_for if spec else "") or model)
         if printed is None or method not in printed.rows or metric not in printed.metrics:
             return None
         value = printed.rows[method][printed.metrics.index(metric)]
@@ -65,85 +65,90 @@ class Recipe(Spec):
 
 
 def read_recipe(given: str | Path) -> tuple[Recipe, str]:
-    """The recipe in a file, or the bundled one of that name, checked against the registries; and its text."""
+    """Read a recipe and its text from a file, or the bundled recipe of that name."""
     text = read_text(given)
     return parse(text, str(given)), text
 
 
 def parse(text: str, where: str = "recipe") -> Recipe:
-    """A recipe from TOML, checked against the registries."""
+    """Parse a recipe in TOML and check its names and settings.
+
+    Args:
+        text: The recipe.
+        where: What errors call it.
+    """
     recipe = parse_as(Recipe, text, where)
 
-    def told(keys: Keys, sentence: object) -> PatchlightError:
+    def error_at(keys: Keys, sentence: object) -> PatchlightError:
         return at_line(text, where, keys, sentence)
 
-    _check_names(recipe, told)
-    _check_published(recipe, told)
+    _check_names(recipe, error_at)
+    _check_published(recipe, error_at)
     return recipe
 
 
-def _check_names(recipe: Recipe, told: Told) -> None:
-    """Refuse data, methods, metrics and settings that are not registered, and quick settings of none of them."""
+def _check_names(recipe: Recipe, error_at: ErrorAt) -> None:
+    """Refuse data, methods, metrics and settings that are not registered, also in the quick settings."""
     from patchlight.data import KINDS
 
     try:
         KINDS.find(recipe.data.kind)
     except PatchlightError as error:
-        raise told(("data", "kind"), error) from error
+        raise error_at(("data", "kind"), error) from error
     labels = [*recipe.methods, *recipe.metrics]
     for label in recipe.quick.leave_out:
         if label not in labels:
-            raise told(("quick", "leave_out"), f"the recipe has no '{label}'; {nearest(label, labels)}")
-    _check_table("methods", MethodSpec, recipe.methods, recipe.quick.methods, told)
-    _check_table("metrics", MetricSpec, recipe.metrics, recipe.quick.metrics, told)
+            raise error_at(("quick", "leave_out"), f"the recipe has no '{label}'; {nearest(label, labels)}")
+    _check_table("methods", MethodSpec, recipe.methods, recipe.quick.methods, error_at)
+    _check_table("metrics", MetricSpec, recipe.metrics, recipe.quick.metrics, error_at)
 
 
 def _check_table(
-    table: str, kind: type[T], specs: Mapping[str, T], quick: Mapping[str, Mapping[str, Any]], told: Told
+    table: str, kind: type[T], specs: Mapping[str, T], quick: Mapping[str, Mapping[str, Any]], error_at: ErrorAt
 ) -> None:
     def registered(spec: T, keys: Keys, **settings: Any) -> str:
         try:
             return spec.changed(**settings).registered if settings else spec.registered
         except PatchlightError as error:
-            raise told(keys, error) from error
+            raise error_at(keys, error) from error
 
     known = {registered(spec, (table, label)) for label, spec in specs.items()}
     for name, own in quick.items():
         if name not in known:
-            raise told(("quick", table, name), f"the recipe has no '{name}'; {nearest(name, known)}")
+            raise error_at(("quick", table, name), f"the recipe has no '{name}'; {nearest(name, known)}")
         registered(kind.model_validate(name), ("quick", table, name), **own)
 
 
-def _check_published(recipe: Recipe, told: Told) -> None:
-    """Refuse published numbers of nothing measured."""
+def _check_published(recipe: Recipe, error_at: ErrorAt) -> None:
+    """Refuse published numbers of models, methods or metrics that the recipe does not have."""
     for label, printed in recipe.published.items():
         if label not in recipe.models:
-            raise told(("published", label), f"no model is called '{label}'; {nearest(label, recipe.models)}")
+            raise error_at(("published", label), f"no model is called '{label}'; {nearest(label, recipe.models)}")
         for metric in printed.metrics:
             if metric not in recipe.metrics:
                 hint = nearest(metric, recipe.metrics)
-                raise told(("published", label, "metrics"), f"no metric is called '{metric}'; {hint}")
+                raise error_at(("published", label, "metrics"), f"no metric is called '{metric}'; {hint}")
         for row, numbers in printed.rows.items():
             keys = ("published", label, row)
             if row not in recipe.methods:
-                raise told(keys, f"no method is called '{row}'; {nearest(row, recipe.methods)}")
+                raise error_at(keys, f"no method is called '{row}'; {nearest(row, recipe.methods)}")
             plain = isinstance(numbers, list) and all(type(one) in (int, float) for one in numbers)
             if not plain or len(numbers) != len(printed.metrics):
                 count = len(printed.metrics)
-                raise told(keys, f"'{row}' has {numbers!r}; give {count} numbers (nan where there is none)")
+                raise error_at(keys, f"'{row}' has {numbers!r}; give {count} numbers (nan for a missing one)")
 
 
-def quickened(recipe: Recipe) -> Recipe:
-    """The recipe with its [quick] settings in force."""
+def with_quick_settings(recipe: Recipe) -> Recipe:
+    """The recipe with its [quick] settings."""
     quick = recipe.quick
 
-    def kept(specs: Mapping[str, T], own: Mapping[str, Mapping[str, Any]]) -> dict[str, T]:
+    def change(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, T]:
         shown = {label: spec for label, spec in specs.items() if label not in quick.leave_out}
-        return {label: spec.changed(**own.get(spec.registered, {})) for label, spec in shown.items()}
+        return {label: spec.changed(**settings.get(spec.registered, {})) for label, spec in shown.items()}
 
     changes: dict[str, Any] = {
-        "methods": kept(recipe.methods, quick.methods),
-        "metrics": kept(recipe.metrics, quick.metrics),
+        "methods": change(recipe.methods, quick.methods),
+        "metrics": change(recipe.metrics, quick.metrics),
     }
     if quick.images is not None:
         changes["data"] = recipe.data.model_copy(update={"images": quick.images})
@@ -152,20 +157,20 @@ def quickened(recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What a user puts in the place of a recipe's models, data and sizes.
+    """A user's replacements for parts of a recipe.
 
     Args:
-        models: `LABEL=NAME`, each in place of the recipe's model of that label; `NAME` where the recipe has one model.
-        weights: Files of weights, of the models in order, else of the recipe's own.
+        models: `LABEL=NAME` replaces the recipe's model of that label; `NAME` alone if the recipe has one model.
+        weights: Weight files of the models, in order.
         data: `DIR` or `KIND:DIR`.
-        images: How many images.
+        images: Number of images.
         listed: A file that lists the images to use.
-        quick: Whether the recipe's quick settings are in force.
-        seed: Another seed.
-        target: Another class policy, `label` or `prediction`.
+        quick: Whether to use the recipe's quick settings.
+        seed: The random seed.
+        target: The class to explain: `label` or `prediction`.
         settings: Further settings of methods and metrics, by label.
-        about: Labels and preprocessing, which belong to the models as weights do.
-        flags: What holds for all models.
+        about: Labels and preprocessing of the models, in order.
+        flags: Model settings that apply to all models.
     """
 
     models: Sequence[str] = ()
@@ -182,14 +187,14 @@ class Overrides:
 
 
 def override(recipe: Recipe, overrides: Overrides | None = None, **changes: Any) -> Recipe:
-    """The recipe with a user's own models, data and sizes: `overrides`, or fields of them by name."""
+    """The recipe with a user's replacements, given as `Overrides` or as its fields by name."""
     given = replace(overrides or Overrides(), **changes)
-    recipe = quickened(recipe) if given.quick else recipe
+    recipe = with_quick_settings(recipe) if given.quick else recipe
     data = recipe.data if given.data is None else recipe.data.at(given.data)
     data = data if given.listed is None else data.with_list(given.listed)
     data = data if given.images is None else data.model_copy(update={"images": given.images})
     if given.target not in (None, "label", "prediction"):
-        raise PatchlightError(f"target '{given.target}' is not possible; give label or prediction")
+        raise PatchlightError(f"target '{given.target}' is not valid; give label or prediction")
     return recipe.model_copy(
         update={
             "models": _models(recipe, given.models, {"weights": given.weights, **given.about}, given.flags),
@@ -206,14 +211,14 @@ def _set(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> d
     """Methods or metrics with further settings, by label."""
     changed = {label: spec.changed(**settings[label]) for label, spec in specs.items() if settings.get(label)}
     for spec in changed.values():
-        _ = spec.request  # what is wrong with one is told now
+        _ = spec.request  # raises an error for wrong settings
     return {**specs, **changed}
 
 
 def _models(
     recipe: Recipe, models: Sequence[str], about: Mapping[str, Sequence[Any]], flags: Mapping[str, Any]
 ) -> dict[str, ModelSpec]:
-    """The models a user gave in the place of the recipe's, else the recipe's own, with what was given for each."""
+    """The user's models, else the recipe's, with the settings that were given for each."""
     places = [_place(recipe, given) for given in models] or [
         (label, spec.name) for label, spec in recipe.models.items()
     ]
@@ -233,15 +238,15 @@ def _models(
 
 
 def _place(recipe: Recipe, given: str) -> tuple[str, str]:
-    """The label of the recipe's model that `LABEL=NAME`, or `NAME` where there is one, stands for; and the name."""
+    """The label and the name in `LABEL=NAME`; `NAME` alone stands for the only model of the recipe."""
     label, equals, name = given.partition("=")
     if equals and label in recipe.models:
         return label, name
     if equals:
         raise PatchlightError(
-            f"'{given}' stands for '{label}', which is no model of the recipe; {nearest(label, recipe.models)}"
+            f"'{given}' replaces '{label}', which is not a model of the recipe; {nearest(label, recipe.models)}"
         )
     if len(recipe.models) == 1:
         return next(iter(recipe.models)), given
     choices = " or ".join(f"'{label}={given}'" for label in recipe.models)
-    raise PatchlightError(f"'{given}' does not say which model of the recipe it stands for; give {choices}")
+    raise PatchlightError(f"the recipe has several models; give {choices}")

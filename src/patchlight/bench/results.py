@@ -1,7 +1,6 @@
-"""What the units of a run hold together: a column of values for each model, method and metric.
+"""Collects the values of a run from its units: a column for each model, method and metric.
 
-Tables are taken in one by one and dropped: what stays of a row are its numbers, and which of the words that occur in
-the run is its reason. Curves are only summed.
+Units are read one at a time. Only numbers and the indices of texts stay in memory; curves are summed.
 """
 
 from __future__ import annotations
@@ -26,17 +25,20 @@ from patchlight.metrics.base import Evaluation, MetricRequest
 
 Array = npt.NDArray[Any]
 EXACT = (np.uint8, np.float32, np.float64)
-"""Types that parts are held in: the first that holds all of them exactly. Most are counts."""
+"""Number types of parts; the first that represents all of them exactly is used. Most parts are counts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Column(Evaluation):
-    """One method under one metric on one model: an evaluation with seconds [B], and why an image failed.
+    """One method under one metric on one model, for all images.
 
-    `errors` and `reasons` (why a value does not exist, or is worth little) are dictionary arrays of pyarrow; their
-    first word is "". `mean_curve` [P] is the mean over images with a value (`Store.curves` reads those of all images).
-    `undone` of the images are still to be measured. `explain_seconds` are those of the pass that `shared_by` so many
-    methods have in common.
+    Attributes:
+        errors: Why images failed, as a pyarrow dictionary array; "" for no error. `reasons` has the same form.
+        undone: Number of images that have not been measured.
+        shared_by: Number of methods that share the pass of `explain_seconds`.
+        explain_seconds: Seconds of the explanation of each image.
+        measure_seconds: Seconds of the measurement of each image.
+        mean_curve: Mean curve [P] over images with a value; `Store.curves` reads the curves of single images.
     """
 
     errors: Any = field(default_factory=lambda: pa.array([""]).dictionary_encode()[:0])
@@ -52,14 +54,14 @@ class Column(Evaluation):
 
     @property
     def left_out(self) -> dict[str, int]:
-        """How many images do not count, by why."""
+        """The number of images without a value, by cause."""
         undefined = len(self) - self.count - self.failed - self.undone
         return {"undefined": undefined, "failed": self.failed, "not done": self.undone}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Results:
-    """All that a store holds of its plan: the images of each model of which something is done, and every column."""
+    """The values of a run: the images of each model that has values, and a column per model, method and metric."""
 
     images: Mapping[str, Sequence[str]]
     columns: Mapping[tuple[str, str, str], Column]
@@ -67,13 +69,13 @@ class Results:
 
     @property
     def done(self) -> int:
-        """How many values are measured."""
+        """The number of measured values."""
         return sum(len(column) - column.undone for column in self.columns.values())
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many values failed, by reason, the commonest first."""
-        return counted(word_counts(column.errors) for column in self.columns.values())
+        """The number of failed values by reason, most frequent first."""
+        return sum_counts(word_counts(column.errors) for column in self.columns.values())
 
     def on_shared_images(self) -> Results:
         """For each model and metric, the same values on the images that all methods with a value have."""
@@ -97,34 +99,35 @@ class Results:
         return f"<Results of {models or 'nothing'}: {len(self.columns)} columns, {self.done} of {total} values done>"
 
 
-def counted(errors: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """How often each error occurs, the commonest first."""
+def sum_counts(errors: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of several counts of errors, most frequent first."""
     total: Counter[str] = Counter()
-    for own in errors:
-        total.update(own)
+    for counts in errors:
+        total.update(counts)
     return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
 def word_counts(column: Any) -> dict[str, int]:
-    """How often each word of a column of a table occurs, without ""."""
-    found = pc.value_counts(column)
-    return {pair["values"]: pair["counts"] for pair in found.to_pylist() if pair["values"]}
+    """How often each word of a column occurs, without ""."""
+    return {pair["values"]: pair["counts"] for pair in pc.value_counts(column).to_pylist() if pair["values"]}
 
 
-def results_of(tables: Iterable[Any], manifest: Manifest, notes: Collection[str] = ()) -> Results:
-    """The columns of tables of rows, in the manifest's order; reading them may add to `notes`."""
+def collect_results(tables: Iterable[Any], manifest: Manifest, notes: Collection[str] = ()) -> Results:
+    """Collect the columns of a run from tables of rows; reading the tables may add to `notes`."""
     recipe = manifest.resolved
     gathered: dict[str, _Model] = {}
-    about = _About(recipe, manifest.images.names)
+    index = _PlanIndex(recipe, manifest.images.names)
     newer: list[str] = []
     for table in tables:
         unknown = sorted(set(table.column_names) - set(SCHEMA.names))
-        newer += [f"column '{name}' was written by a newer Patchlight and is left out" for name in unknown[:1]]
-        about.learn(table)
+        newer += [
+            f"column '{name}' was written by a newer version of Patchlight and is left out" for name in unknown[:1]
+        ]
+        index.learn(table)
         for label, rows in _by_model(table):
             if label in recipe.models:
                 if label not in gathered:
-                    gathered[label] = _Model(about)
+                    gathered[label] = _Model(index)
                 gathered[label].take(rows)
     columns: dict[tuple[str, str, str], Column] = {}
     models = [label for label in recipe.models if label in gathered]
@@ -134,20 +137,20 @@ def results_of(tables: Iterable[Any], manifest: Manifest, notes: Collection[str]
     return Results(images, columns, tuple(dict.fromkeys([*sorted(notes), *newer])))
 
 
-def curves_of(tables: Iterable[Any], manifest: Manifest, model: str, method: str, metric: str) -> Tensor | None:
-    """The curves [B,P] of one method under one metric, NaN of an image without one; None where there are none."""
-    about = _About(manifest.resolved, manifest.images.names)
+def collect_curves(tables: Iterable[Any], manifest: Manifest, model: str, method: str, metric: str) -> Tensor | None:
+    """The curves [B,P] of one method under one metric, NaN for an image without a curve; None if there are none."""
+    index = _PlanIndex(manifest.resolved, manifest.images.names)
     found: npt.NDArray[np.float32] | None = None
     for table in tables:
-        about.learn(table)
-        facts = about.facts.get(metric)
+        index.learn(table)
+        facts = index.facts.get(metric)
         if facts is None or facts.x is None:
             continue
         for name, label in (("model", model), ("method", method), ("metric", metric)):
             table = table.filter(pc.equal(table[name], label))
         if found is None:
-            found = np.full((about.shape[2], len(facts.x)), np.nan, dtype=np.float32)
-        image = about.place(table, "image")
+            found = np.full((index.shape[2], len(facts.x)), np.nan, dtype=np.float32)
+        image = index.place(table, "image")
         rows = np.flatnonzero(image >= 0)
         drawn, curves = _listed(table["curve"].combine_chunks(), rows, len(facts.x))
         found[image[rows[drawn]]] = curves
@@ -155,14 +158,14 @@ def curves_of(tables: Iterable[Any], manifest: Manifest, model: str, method: str
 
 
 def _by_model(table: Any) -> Iterator[tuple[str, Any]]:
-    """The rows of each model; a unit is of one."""
+    """The rows of each model; most tables have one."""
     labels = pc.unique(table["model"]).to_pylist()
     for label in labels:
         yield label, table if len(labels) == 1 else table.filter(pc.equal(table["model"], label))
 
 
-class _About:
-    """What all models have in common: places of images, methods and metrics, facts about these, words met so far."""
+class _PlanIndex:
+    """Indices of images, methods and metrics in the plan, facts about metrics, and all words so far."""
 
     def __init__(self, recipe: Recipe, images: Sequence[str]) -> None:
         self.recipe = recipe
@@ -178,29 +181,29 @@ class _About:
         self._read: set[bytes] = set()
 
     def learn(self, table: Any) -> None:
-        """Facts about metrics; those of most tables are the same."""
-        told = (table.schema.metadata or {}).get(b"facts", b"")
-        if told not in self._read:
-            self._read.add(told)
+        """Read the facts about metrics; most tables have the same."""
+        text = (table.schema.metadata or {}).get(b"facts", b"")
+        if text not in self._read:
+            self._read.add(text)
             self.facts |= facts_of(table)
 
     def place(self, table: Any, name: str) -> Array:
-        """The place of each row's image, method or metric; -1 of one that is not in the plan."""
+        """The index of each row's image, method or metric; -1 if it is not in the plan."""
         return _mapped(table[name], lambda word: self.places[name].get(word or "", -1))
 
     def word(self, table: Any, name: str) -> Array:
-        """The place of each row's word among all words."""
+        """The index of each row's word among all words."""
 
-        def of(word: str | None) -> int:
+        def add_word(word: str | None) -> int:
             place = self._known.setdefault(word or "", len(self.words))
             if place == len(self.words):
                 self.words.append(word or "")
             return place
 
-        return _mapped(table[name], of)
+        return _mapped(table[name], add_word)
 
     def words_at(self, places: Array) -> Any:
-        """The words at these places, as a dictionary array: one dictionary for all."""
+        """The words at these indices, as a pyarrow dictionary array."""
         return pa.DictionaryArray.from_arrays(places, self.dictionary)
 
     @cached_property
@@ -209,7 +212,7 @@ class _About:
 
 
 def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
-    """A number for each row of a column of words; each word is looked up once."""
+    """A number for each row of a column of words; each distinct word is looked up once."""
     coded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
     numbers = np.array([place(word) for word in coded.dictionary.to_pylist()], dtype=np.int32)
     found: Array = numbers[coded.indices.to_numpy(zero_copy_only=False)]
@@ -217,20 +220,20 @@ def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
 
 
 class _Model:
-    """What the rows of one model say: arrays [method, metric, image]."""
+    """The values of one model as arrays [method, metric, image]."""
 
-    def __init__(self, about: _About) -> None:
-        self.about = about
-        self.values, self.explain_seconds, self.measure_seconds = (np.full(about.shape, np.nan) for _ in range(3))
-        self.done = np.zeros(about.shape, dtype=bool)
-        self.errors, self.reasons = (np.zeros(about.shape, dtype=np.int32) for _ in range(2))
-        self.shared_by = np.ones(about.shape[:2], dtype=np.int64)
+    def __init__(self, index: _PlanIndex) -> None:
+        self.index = index
+        self.values, self.explain_seconds, self.measure_seconds = (np.full(index.shape, np.nan) for _ in range(3))
+        self.done = np.zeros(index.shape, dtype=bool)
+        self.errors, self.reasons = (np.zeros(index.shape, dtype=np.int32) for _ in range(2))
+        self.shared_by = np.ones(index.shape[:2], dtype=np.int64)
         self.curves: dict[str, tuple[Array, Array]] = {}
         self.parts: dict[tuple[str, str], Array] = {}
 
     def take(self, table: Any) -> None:
-        """Take in the rows of a table."""
-        places = [self.about.place(table, name) for name in ("method", "metric", "image")]
+        """Add the rows of a table."""
+        places = [self.index.place(table, name) for name in ("method", "metric", "image")]
         planned = np.logical_and.reduce([place >= 0 for place in places])
         if not planned.all():
             table = table.filter(pa.array(planned))
@@ -241,31 +244,31 @@ class _Model:
         self.values[there] = values = _numbers(table["value"])
         for name in TIMING:
             getattr(self, name)[there] = _numbers(table[name])
-        self.errors[there] = errors = self.about.word(table, "error")
-        self.reasons[there] = np.where(errors > 0, errors, self.about.word(table, "note"))
+        self.errors[there] = errors = self.index.word(table, "error")
+        self.reasons[there] = np.where(errors > 0, errors, self.index.word(table, "note"))
         np.maximum.at(self.shared_by, (method, metric), _numbers(table["shared_by"], 1).astype(np.int64))
-        for name, own in self.about.facts.items():
-            rows = np.flatnonzero(metric == self.about.places["metric"].get(name, -1))
-            if own.x is not None:
+        for name, facts in self.index.facts.items():
+            rows = np.flatnonzero(metric == self.index.places["metric"].get(name, -1))
+            if facts.x is not None:
                 counts = rows[np.isfinite(values[rows])]
-                self._add_curves(name, table["curve"].combine_chunks(), counts, method[counts], len(own.x))
-            for part, shape in own.parts.items():
+                self._add_curves(name, table["curve"].combine_chunks(), counts, method[counts], len(facts.x))
+            for part, shape in facts.parts.items():
                 self._put_parts((name, part), table["parts"].combine_chunks(), rows, method, image, int(np.prod(shape)))
 
     def _add_curves(self, metric: str, lists: Any, rows: Array, method: Array, points: int) -> None:
-        """Sum the curves of these rows for each method, and count them, point by point."""
+        """Add the curves of these rows to the sums and counts of each method, point by point."""
         drawn, curves = _listed(lists, rows, points)
         if metric not in self.curves:
-            self.curves[metric] = tuple(np.zeros((self.about.shape[0], points)) for _ in range(2))  # type: ignore[assignment]
-        of = (method[drawn] == np.arange(self.about.shape[0])[:, None]).astype(np.float64)
+            self.curves[metric] = tuple(np.zeros((self.index.shape[0], points)) for _ in range(2))  # type: ignore[assignment]
+        belongs = (method[drawn] == np.arange(self.index.shape[0])[:, None]).astype(np.float64)
         total, count = self.curves[metric]
-        total += of @ np.nan_to_num(curves)
-        count += of @ np.isfinite(curves)
+        total += belongs @ np.nan_to_num(curves)
+        count += belongs @ np.isfinite(curves)
 
     def _put_parts(self, key: tuple[str, str], maps: Any, rows: Array, method: Array, image: Array, size: int) -> None:
-        """Put one part of these rows in its place."""
+        """Store one part of these rows."""
         if key not in self.parts:
-            self.parts[key] = np.zeros((self.about.shape[0], self.about.shape[2], size), dtype=EXACT[0])
+            self.parts[key] = np.zeros((self.index.shape[0], self.index.shape[2], size), dtype=EXACT[0])
         offsets = maps.offsets.to_numpy()
         owner = np.repeat(np.arange(len(maps)), np.diff(offsets))
         named = pc.equal(maps.keys, key[1]).to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
@@ -279,35 +282,35 @@ class _Model:
         kept[method[whose], image[whose]] = found
 
     def columns(self) -> Iterator[tuple[tuple[str, str], Column]]:
-        """By method and metric."""
-        recipe = self.about.recipe
-        for i, (m, own) in enumerate(recipe.methods.items()):
-            for j, (n, spec) in enumerate(recipe.metrics.items()):
-                yield (m, n), self._column(i, j, n, own.measured_by(spec))
+        """The columns by method and metric."""
+        recipe = self.index.recipe
+        for i, (m, method) in enumerate(recipe.methods.items()):
+            for j, (n, metric) in enumerate(recipe.metrics.items()):
+                yield (m, n), self._column(i, j, n, method.measured_by(metric))
 
-    def _column(self, i: int, j: int, name: str, asked: MetricRequest) -> Column:
-        facts = self.about.facts.get(name)
-        if facts is None:  # nothing of it was measured
-            facts = Facts(None, asked.metric.rises(asked.settings), asked.metric.limits(asked.settings))
+    def _column(self, i: int, j: int, name: str, request: MetricRequest) -> Column:
+        facts = self.index.facts.get(name)
+        if facts is None:  # no value of the metric exists
+            facts = Facts(None, request.metric.rises(request.settings), request.metric.limits(request.settings))
         low, high = facts.bounds
         total, count = self.curves.get(name, (None, None))
         done = int(self.done[i, j].sum())
         return Column(
-            metric=asked.metric.name,
+            metric=request.metric.name,
             values=torch.from_numpy(self.values[i, j]),
             higher_is_better=facts.higher_is_better,
             bounds=(low, high),
             x=None if facts.x is None else torch.tensor(facts.x, dtype=torch.float64),
-            reasons=self.about.words_at(self.reasons[i, j]),
-            settings=asked.settings,
+            reasons=self.index.words_at(self.reasons[i, j]),
+            settings=request.settings,
             parts={
                 part: torch.from_numpy(self.parts[name, part][i]).view(-1, *shape)
                 for part, shape in facts.parts.items()
                 if (name, part) in self.parts
             },
-            combine=asked.metric.combine,
-            errors=self.about.words_at(self.errors[i, j]),
-            undone=self.about.shape[2] - done,
+            combine=request.metric.combine,
+            errors=self.index.words_at(self.errors[i, j]),
+            undone=self.index.shape[2] - done,
             shared_by=int(self.shared_by[i, j]),
             explain_seconds=torch.from_numpy(self.explain_seconds[i, j]),
             measure_seconds=torch.from_numpy(self.measure_seconds[i, j]),
@@ -316,24 +319,23 @@ class _Model:
 
 
 def _numbers(column: Any, nothing: float = np.nan) -> npt.NDArray[np.float64]:
-    """The numbers of a column in float64; `nothing` where there is none."""
-    filled = pc.fill_null(column.cast(pa.float64()), nothing)
-    found: npt.NDArray[np.float64] = filled.to_numpy()
-    return found
+    """The numbers of a column in float64; `nothing` for a missing one."""
+    numbers: npt.NDArray[np.float64] = pc.fill_null(column.cast(pa.float64()), nothing).to_numpy()
+    return numbers
 
 
 def _listed(lists: Any, rows: Array, size: int) -> tuple[Array, Array]:
-    """Which of these rows have a list of this size, and those lists [r,size] in float64."""
+    """Which of these rows have a list of this size, and their lists [r,size] in float64."""
     offsets = lists.offsets.to_numpy()
-    whole = np.flatnonzero(np.diff(offsets)[rows] == size) if size else np.arange(0)
-    if not len(whole):
-        return whole, np.zeros((0, size))
+    complete = np.flatnonzero(np.diff(offsets)[rows] == size) if size else np.arange(0)
+    if not len(complete):
+        return complete, np.zeros((0, size))
     flat = lists.values.to_numpy(zero_copy_only=False)
-    return whole, flat[offsets[rows[whole]][:, None] + np.arange(size)].astype(np.float64)
+    return complete, flat[offsets[rows[complete]][:, None] + np.arange(size)].astype(np.float64)
 
 
 def _holds(kind: Any, numbers: Array) -> bool:
-    """Whether a type holds these numbers exactly."""
+    """Whether a type represents these numbers exactly."""
     with np.errstate(invalid="ignore", over="ignore"):
         return bool(np.array_equal(numbers.astype(kind).astype(np.float64), numbers, equal_nan=kind is not np.uint8))
 

@@ -1,4 +1,4 @@
-"""What a unit leaves: a row for each image, method and metric, and maps; and how they are written and read."""
+"""The files of a unit: a row for each image, method and metric, and the maps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ResultRow(Cell):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a metric for all images: `x` [P] of its curves, direction, bounds, and the shapes of parts."""
+    """Properties of a metric that all images share: `x` [P] of its curves, direction, bounds, and shapes of parts."""
 
     x: Sequence[float] | None = None
     higher_is_better: bool = True
@@ -77,9 +77,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Maps:
-    """Maps [n,h,w] by method, the images they are of, the classes they explain, and how the model saw the images.
+    """Maps [n,h,w] by method (NaN for a missing map), with their images, explained classes and preprocessing.
 
-    A map that does not exist is NaN. `model` is the label of the model in the recipe.
+    `model` is the label of the model in the recipe.
     """
 
     scores: Mapping[str, Tensor] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Maps:
 
 @dataclass(frozen=True)
 class Done:
-    """What running a unit gave: rows, maps, and facts by metric."""
+    """The result of a unit: rows, maps, and facts by metric."""
 
     rows: Sequence[ResultRow]
     maps: Maps
@@ -99,8 +99,8 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What was found of one value: its row, the facts of its metric, and the map it was measured on, if it is kept.
+class KnownValue:
+    """A value that was measured before: its row, the facts of its metric, and its map if there is one.
 
     `explained` is the class that the map explains.
     """
@@ -112,12 +112,12 @@ class Known:
     preprocess: Preprocess | None = None
 
 
-Before = Mapping[str, Known]
-"""What is known already, by cell."""
+KnownValues = Mapping[str, KnownValue]
+"""Known values by the hash of their cell."""
 
 
-def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str, Known]]) -> Maps:
-    """The maps of every method that has some, by method and image, on the images of which there are any."""
+def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str, KnownValue]]) -> Maps:
+    """Stack known maps, given by method and image, in the order of `names`."""
     some = {name: known for maps in drawn.values() for name, known in maps.items()}
     if not some:
         return Maps(model=model)
@@ -132,7 +132,7 @@ def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str,
 
 
 def joined_maps(parts: Iterable[Maps], model: str, method: str, names: Iterable[str]) -> Maps:
-    """The maps of a method in several files as one, in the order of the images; the first of each image counts."""
+    """Join the maps of a method from several files, in the order of `names`; the first map of an image wins."""
     found: dict[str, Any] = {}
     for part in parts:
         if part.model == model and method in part.scores:
@@ -147,7 +147,7 @@ def joined_maps(parts: Iterable[Maps], model: str, method: str, names: Iterable[
 
 
 def failed(rows: Iterable[ResultRow]) -> int:
-    """How many of these failed."""
+    """The number of failed rows."""
     return sum(bool(row.error) for row in rows)
 
 
@@ -159,7 +159,7 @@ def table_bytes(done: Done) -> bytes:
 
 
 def parquet(table: Any) -> bytes:
-    """A table as Parquet, with what its metadata says."""
+    """A table as Parquet, including its metadata."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     data: bytes = sink.getvalue().to_pybytes()
@@ -167,18 +167,18 @@ def parquet(table: Any) -> bytes:
 
 
 def table_of(data: bytes | None, columns: list[str] | None = None) -> Any:
-    """The table in a Parquet file, with these columns of it; None where it is none."""
+    """The table in a Parquet file; None if it cannot be read."""
     try:
         if data is None:
             return None
-        # without threads: a pool that still works when the interpreter ends aborts it
+        # Without threads: a pool that is busy when the interpreter exits would abort it
         return pq.ParquetFile(pa.BufferReader(data), pre_buffer=False).read(columns, use_threads=False)
     except (pa.ArrowException, OSError):
         return None
 
 
 def known_columns(table: Any) -> Any:
-    """A table without what a newer version added."""
+    """A table without the columns that a newer version added."""
     return table.select([name for name in SCHEMA.names if name in table.column_names])
 
 
@@ -187,49 +187,49 @@ def rows_of(table: Any) -> list[ResultRow]:
 
 
 def facts_of(table: Any) -> dict[str, Facts]:
-    """By metric, what the table says of it."""
-    found = json.loads((table.schema.metadata or {}).get(b"facts", b"{}"))
-    return {metric: Facts(**_known(Facts, own)) for metric, own in found.items() if own}
+    """The facts of a table, by metric."""
+    by_metric = json.loads((table.schema.metadata or {}).get(b"facts", b"{}"))
+    return {metric: Facts(**_known_fields(Facts, facts)) for metric, facts in by_metric.items() if facts}
 
 
-def _known(kind: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What is told of a dataclass, without what a newer version added."""
-    return {f.name: about[f.name] for f in fields(kind) if f.name in about}
+def _known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass, without those that a newer version added."""
+    return {f.name: values[f.name] for f in fields(kind) if f.name in values}
 
 
 def map_bytes(maps: Maps) -> bytes:
     """Maps as safetensors."""
     from safetensors.torch import save
 
-    cut = None if maps.preprocess is None else asdict(maps.preprocess)
-    about = {"images": maps.images, "classes": maps.classes, "preprocess": cut, "model": maps.model}
+    preprocess = None if maps.preprocess is None else asdict(maps.preprocess)
+    header = {"images": maps.images, "classes": maps.classes, "preprocess": preprocess, "model": maps.model}
     tensors = {name: scores.contiguous() for name, scores in maps.scores.items()}
-    data: bytes = save(tensors, {key: json.dumps(value) for key, value in about.items()})
+    data: bytes = save(tensors, {key: json.dumps(value) for key, value in header.items()})
     return data
 
 
 def maps_of(path: Path) -> Maps:
-    """The maps in a safetensors file, without what a newer version added; none where it cannot be read."""
+    """The maps in a safetensors file, without what a newer version added; empty if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
             scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            told = file.metadata() or {}
-        about = {name: json.loads(told[name]) for name in ("images", "classes", "preprocess", "model") if name in told}
+            texts = file.metadata() or {}
+        header = {key: json.loads(texts[key]) for key in ("images", "classes", "preprocess", "model") if key in texts}
     except (OSError, ValueError, SafetensorError):
         return Maps()
-    cut = {key: tuple(v) if isinstance(v, list) else v for key, v in (about.pop("preprocess", None) or {}).items()}
-    return Maps(scores, **about, preprocess=Preprocess(**_known(Preprocess, cut)) if cut else None)
+    steps = {key: tuple(v) if isinstance(v, list) else v for key, v in (header.pop("preprocess", None) or {}).items()}
+    return Maps(scores, **header, preprocess=Preprocess(**_known_fields(Preprocess, steps)) if steps else None)
 
 
-def shows(path: Path, model: str, images: Collection[str]) -> bool:
-    """Whether a file has maps of a model on any of these images, by its header."""
+def has_maps_of(path: Path, model: str, images: Collection[str]) -> bool:
+    """Whether a file has maps of a model for any of these images, according to its header."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
-        return bool(json.loads(told["model"]) == model and not set(images).isdisjoint(json.loads(told["images"])))
+            texts = file.metadata() or {}
+        return bool(json.loads(texts["model"]) == model and not set(images).isdisjoint(json.loads(texts["images"])))
     except (OSError, ValueError, KeyError, SafetensorError):
         return False

@@ -1,8 +1,8 @@
-"""Runs as one, and as others can use them: merged, exported with a data card, or taken values from.
+"""Merges runs, exports them with a data card, and reuses the values of other runs.
 
-No model is loaded and nothing is computed. A merged run and an export have a file of rows and one of maps for each
-model and method; both are runs like any other, which `bench report`, `compare`, `merge` and `run` take. An export has
-no path of this machine in it.
+No model is loaded and nothing is computed. A merged run and an export have one file of rows and one of maps for each
+model and method. Both are ordinary runs for `bench report`, `compare`, `merge` and `run`. An export does not contain
+paths of this machine.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Array = npt.NDArray[Any]
 Pair = tuple[str, str]
 """The labels of a model and of a method."""
 Sources = list[tuple[int, Files]]
-"""Files with rows of a model and method, each with the number of its run."""
+"""Files with rows of a model and method, each with the index of its run."""
 ROUNDING, NEAR_ZERO = 1e-3, 1e-6
-"""What two measurements of the same value may differ by, relatively and absolutely."""
+"""Relative and absolute difference that two measurements of the same value may have."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge made: how many values there are, how many are done, and what a reader should know."""
+    """The outcome of a merge: the number of values of the complete run, of values that exist, and notes."""
 
     values: int
     done: int
@@ -56,7 +56,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: files, values, and what a reader should know."""
+    """The outcome of an export: the number of files and values, and notes."""
 
     files: int
     values: int
@@ -64,18 +64,26 @@ class Exported:
 
 
 def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool = False) -> Merged:
-    """Put runs together in the folder `out`, an ordinary run that can be resumed; it may be incomplete.
+    """Merge runs into one that can be resumed and may be incomplete.
 
-    Refused where they do not belong together: other images, models, code, seed, target, kind of device, or other
-    settings under one label. Models, methods and metrics are those of all runs, in the order of the first. Of a value
-    that several have, the first is kept, or the first that did not fail.
+    The merged run has the models, methods and metrics of all runs, in the order of the first. If several runs contain
+    the same value, the first that did not fail wins.
+
+    Args:
+        runs: The folders of the runs.
+        out: An empty folder.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        PatchlightError: If the runs differ in images, models, code, seed, target or kind of device, or in the settings
+            under the same label.
     """
     stores = [Store(run) for run in runs]
     manifests = [store.manifest() for store in stores]
     _check_belonging(runs, manifests)
     target = Store(out)
     if target.manifest_path.exists() or target.files():
-        raise PatchlightError(f"'{out}' holds a run already; give an empty folder")
+        raise PatchlightError(f"'{out}' already holds a run; give an empty folder")
     target.make()
     manifest = _joined(manifests)
     collection = Collection(stores, manifest, [f" of '{run}'" for run in runs])
@@ -101,10 +109,14 @@ def export(
     data_licence: str | None = None,
     progress: Progress | bool = False,
 ) -> Exported:
-    """Write a run for others into the empty folder `out`; the card of an incomplete one says so.
+    """Export a run, with a data card, for other people.
 
-    `licence` is that of the values and maps, `data_licence` that of the images they were made from, in words; the card
-    says that they are unknown where they are not given.
+    Args:
+        run: The folder of the run; the card of an incomplete run says so.
+        out: An empty folder.
+        licence: The licence of the values and maps; the card says "unknown" without it.
+        data_licence: The licence of the images, which are not exported; likewise.
+        progress: Whether to show a progress bar.
     """
     store, target = Store(run), Store(out)
     check_writable(out)
@@ -114,7 +126,7 @@ def export(
     paths = PathRemover(manifest)
     collection = Collection([store], manifest, [""])
     if not collection.sources:
-        raise PatchlightError(f"no unit of the run in '{run}' is done yet; there is nothing to export")
+        raise PatchlightError(f"the run in '{run}' has no finished unit yet; there is nothing to export")
     values, names = 0, file_names(manifest.resolved, paths.models)
     with show_progress(progress, "exporting") as tell:
         for i, pair in enumerate(collection.sources):
@@ -137,10 +149,11 @@ def export(
 def bring(
     source: str | Path, out: str | Path, recipe: Recipe, device: str = "cpu", progress: Progress | bool = False
 ) -> None:
-    """Lay what another run or an export knows beside a run of `recipe` in `out`, where values are reused by cell.
+    """Copy the units of another run or export to `out`, where a run of `recipe` reuses matching values.
 
-    Refused where no value could be the same: other code of Patchlight, or another kind of device; and where `out` holds
-    another run.
+    Raises:
+        PatchlightError: If no value can match, because of other code of Patchlight or another kind of device, or if
+            `out` holds another run.
     """
     store, target = Store(source), Store(out)
     check_same_run(target, target.read_manifest(), recipe, device)
@@ -149,11 +162,11 @@ def bring(
     if manifest.code != source_digest():
         here = f"this is {__version__}" if version != __version__ else "this is other code of that version"
         raise PatchlightError(
-            f"'{source}' was measured with Patchlight {version} (code {manifest.code}), and {here} (code "
-            f"{source_digest()}), whose values need not be the same; install that version, or leave out --from"
+            f"'{source}' was measured with Patchlight {version} (code {manifest.code}), but {here} (code "
+            f"{source_digest()}), so values may differ; install that version, or leave out --from"
         )
     if manifest.device.partition(":")[0] != device.partition(":")[0]:
-        raise PatchlightError(f"'{source}' was measured on {manifest.device}, and {device} rounds differently")
+        raise PatchlightError(f"'{source}' was measured on {manifest.device}, but {device} rounds differently")
     target.make()
     earlier = target.folder / "earlier"
     known = {**target.files([earlier]), **target.files()}
@@ -169,10 +182,15 @@ def bring(
 
 @dataclass
 class Collection:
-    """The rows and maps of several runs, by model and method, each value once.
+    """The rows and maps of several runs by model and method, each value once.
 
-    `sources` has the files of each model and method that is done, in the recipe's order; `damaged` is a sentence for
-    each file that is left out. `whose` are words behind the name of such a file.
+    Attributes:
+        stores: The runs.
+        manifest: The manifest of all runs together.
+        whose: For each run, the words after the name of a damaged file.
+        sources: The files of each model and method, in the recipe's order.
+        damaged: A sentence for each damaged file, which is left out.
+        differing: By pair of runs, the number of different values and an example.
     """
 
     stores: Sequence[Store]
@@ -196,7 +214,7 @@ class Collection:
         self.sources = {pair: own for pair, own in sources.items() if own}
 
     def take(self, pair: Pair) -> tuple[Any, Maps]:
-        """The rows and maps of a model and method, by image and metric."""
+        """The rows and maps of a model and method, ordered by image and metric."""
         tables, parts, runs = [], [], []
         facts: dict[str, Any] = {}
         for k, files in self.sources[pair]:
@@ -208,11 +226,12 @@ class Collection:
             parts.append(files.read_maps())
         rows = pa.concat_tables(tables).combine_chunks()
         rows = rows.take(pa.array(self._choose(rows, np.concatenate(runs))))
-        about = {"facts": json.dumps(facts), "format": str(FORMAT)}
-        return rows.cast(SCHEMA).replace_schema_metadata(about), joined_maps(parts, *pair, self.manifest.images.names)
+        metadata = {"facts": json.dumps(facts), "format": str(FORMAT)}
+        maps = joined_maps(parts, *pair, self.manifest.images.names)
+        return rows.cast(SCHEMA).replace_schema_metadata(metadata), maps
 
     def _choose(self, rows: Any, run: Array) -> Array:
-        """The places of the rows to keep, by image and metric: those that did not fail, else of the first run."""
+        """The indices of the rows to use, by image and metric: of the first run in which the value did not fail."""
         names, metrics = self.manifest.images.names, list(self.manifest.resolved.metrics)
         image, metric = _index(rows["image"], names), _index(rows["metric"], metrics)
         place = np.where((image < 0) | (metric < 0), -1, image * len(metrics) + metric)
@@ -234,33 +253,33 @@ class Collection:
         return kept
 
     def unequal(self, runs: Sequence[str | Path]) -> Iterator[str]:
-        """That two runs measured some values otherwise, and one of them."""
+        """A sentence for each pair of runs that have different values, with an example."""
         for (first, second), (count, example) in self.differing.items():
             yield (
-                f"'{runs[second]}' has {count} values that differ from those of '{runs[first]}' by more than rounding, "
-                f"which are kept: {example}, for one"
+                f"'{runs[second]}' has {count} values that differ from those of '{runs[first]}' by more than rounding; "
+                f"the latter are used (for example {example})"
             )
 
 
 def _index(column: Any, names: Sequence[str]) -> Array:
-    """The place of each word among these; -1 where it is none of them."""
+    """The index of each word among these; -1 for another word."""
     places = pc.fill_null(pc.index_in(column, pa.array(list(names), pa.string())), -1)
     return np.asarray(places.to_numpy(), dtype=np.int64)
 
 
 def _check_belonging(runs: Sequence[str | Path], manifests: Sequence[Manifest]) -> None:
-    """Refuse runs whose values are not of one table; every one is compared with all before it."""
+    """Refuse runs whose values cannot be in one table."""
     for (j, first), (k, second) in itertools.combinations(enumerate(manifests), 2):
         apart = [one.text for one in differences(first, second, f"'{runs[j]}'", f"'{runs[k]}'") if one.incompatible]
         if apart:
             raise PatchlightError(
-                f"'{runs[j]}' and '{runs[k]}' do not belong together: {'; '.join(apart)} (`patchlight bench "
-                "compare` shows them side by side)"
+                f"'{runs[j]}' and '{runs[k]}' cannot be merged: {'; '.join(apart)} (`patchlight bench compare` shows "
+                "them side by side)"
             )
 
 
 def _joined(manifests: Sequence[Manifest]) -> Manifest:
-    """What the runs are together: all models, methods and metrics, and for the rest the first."""
+    """The manifest of the merged run: all models, methods and metrics, and everything else from the first run."""
     first = manifests[0]
     tables: dict[str, dict[str, Any]] = {"models": {}, "methods": {}, "metrics": {}, "published": {}}
     made: dict[str, dict[str, str]] = {}
@@ -293,7 +312,7 @@ def _joined(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def file_names(recipe: Recipe, models: Mapping[str, str]) -> dict[Pair, str]:
-    """By model and method, what its files are called: the letters and digits of their labels."""
+    """The file names of each model and method: the letters and digits of their labels."""
     names: dict[Pair, str] = {}
     for pair in itertools.product(recipe.models, recipe.methods):
         labels = (models[pair[0]], pair[1])
@@ -311,7 +330,7 @@ def _card(
     licence: str | None,
     data_licence: str | None,
 ) -> str:
-    """The data card as Markdown; `listing` has model, method and name of each pair of files."""
+    """The data card as Markdown; `listing` has the model, method and name of each pair of files."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     device = f"{manifest.device}, {manifest.threads} threads, {manifest.chunk} variants at once"
@@ -341,7 +360,7 @@ def _card(
 
 
 def as_toml(recipe: Recipe) -> str:
-    """A recipe as a file that `bench run` takes."""
+    """A recipe as TOML for `bench run`."""
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     lines = [f"{_key(key)} = {_toml(value)}" for key, value in content.items() if not isinstance(value, dict)]
     for key, table in content.items():

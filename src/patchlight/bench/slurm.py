@@ -1,4 +1,4 @@
-"""A run as a SLURM job: an array whose tasks each run a part of the recipe into one folder, and a report after them."""
+"""Writes a SLURM job array whose tasks run shards of a recipe, with a report after the last task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patchlight.core.errors import PatchlightError
 
 END = "END_OF_REPORT"
 WIDE = 90
-TIMES = "give hours and minutes as 2h, 90m or 1d12h, or as SLURM writes them: 02:00:00, 1-12:00:00"
+TIMES = "give hours and minutes as 2h, 90m or 1d12h, or in SLURM's format: 02:00:00, 1-12:00:00"
 SPELLED = re.compile(r"(?=.)(?:(?P<d>\d+)d)?(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m)?(?:(?P<s>\d+)s)?")
 WITH_DAYS = re.compile(r"(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+))?(?::(?P<s>\d+))?")
 WITHOUT = re.compile(r"(?:(?P<h>\d+):(?=\d+:))?(?P<m>\d+)(?::(?P<s>\d+))?")
@@ -21,7 +21,7 @@ SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of SLURM for each task of the array; `setup` are lines of the shell that come first."""
+    """The resources of each task of the array; `setup` are shell commands to run first."""
 
     array: str
     time: str
@@ -35,10 +35,10 @@ class Job:
 
 
 def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: Job) -> str:
-    """The sbatch file: `run` with `--shard TASK/TASKS` in each task, and the first one asks for `report` after all.
+    """The sbatch script: each task runs `run` with `--shard TASK/TASKS`; the first task queues `report`.
 
-    The program is a step of its own (srun), because SLURM's signals before preemption and before the end of the time go
-    to steps: the shell around it lives on, and puts the task back into the queue. `scancel` ends the shell as well.
+    The program is a job step (srun), because SLURM sends its signals before preemption and before the time limit to
+    steps. The shell survives and requeues the task. `scancel` ends the shell as well.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -71,33 +71,33 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
 
 
 def slurm_time(text: str) -> str:
-    """A time as [days-]hours:minutes:seconds, from 2h, 90m, 1d12h, or from one of SLURM's own forms."""
+    """Convert 2h, 90m, 1d12h or one of SLURM's formats to [days-]hours:minutes:seconds."""
     for form in (SPELLED, WITH_DAYS, WITHOUT):
         found = form.fullmatch(text.strip().lower())
         if found:
             seconds = sum(int(count) * SECONDS[unit] for unit, count in found.groupdict().items() if count)
             break
     else:
-        raise PatchlightError(f"'{text}' is no time; {TIMES}")
+        raise PatchlightError(f"'{text}' is not a valid duration; {TIMES}")
     if not seconds:
-        raise PatchlightError(f"'{text}' is no time at all; {TIMES}")
+        raise PatchlightError(f"'{text}' is zero; {TIMES}")
     days, rest = divmod(seconds, SECONDS["d"])
     clock = f"{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 
 def _tasks(text: str) -> tuple[int, str]:
-    """How many tasks an array has, and how many of them at once, as SLURM writes it: 64, or 64%8."""
+    """The number of tasks, and the limit of simultaneous tasks in SLURM's format: 64, or 64%8."""
     found = re.fullmatch(r"([1-9]\d{0,5})(%[1-9]\d{0,5})?", text.strip())
     if found is None:
         raise PatchlightError(
-            f"'{text}' is no array; give a number of tasks (64), and if you like how many at once (64%8)"
+            f"'{text}' is not a valid array; give a number of tasks (64), optionally with a limit at once (64%8)"
         )
     return int(found[1]), found[2] or ""
 
 
 def _lines(words: Sequence[str], last: str) -> str:
-    """A command of the shell over several lines, broken before options; `last` is for the shell as it is."""
+    """A shell command over several lines, broken before options; `last` is not quoted."""
     lines = [""]
     for word in [*map(shlex.quote, words), last]:
         if word.lstrip("'").startswith("--") and len(lines[-1]) + len(word) > WIDE:
@@ -108,12 +108,16 @@ def _lines(words: Sequence[str], last: str) -> str:
 
 def _memory(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*[KMGTkmgt]?", text):
-        raise PatchlightError(f"'{text}' is no amount of memory; give 32G, or a number of megabytes")
+        raise PatchlightError(
+            f"'{text}' is not a valid amount of memory; give for example 32G, or a number of megabytes"
+        )
     return text
 
 
 def _escaped(option: str) -> str:
-    """An option as sbatch reads it from a script: not the shell's rules, but a backslash before whatever is special."""
+    """An option of an sbatch script, in which special characters need a backslash (shell quotes do not work)."""
     if not option.isprintable():
-        raise PatchlightError(f"{option!r} cannot stand in an sbatch file: it has a character that cannot be printed")
+        raise PatchlightError(
+            f"{option!r} contains a character that is not printable, which sbatch scripts do not allow"
+        )
     return re.sub(r"([^\w./=@%:,+-])", r"\\\1", option)

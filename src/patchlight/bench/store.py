@@ -1,9 +1,10 @@
-"""The folder of a run: Parquet units and safetensors maps, each written whole and renamed, in one shard or several.
+"""The folder of a run.
 
-manifest.json says what is planned. units/KEY-SUM.parquet has a row for each image, method and metric of a unit, maps/
-its maps at patch resolution; SUM is the checksum of the file, without which nothing in it is used. A run in shards has
-them under shards/K-of-N/, and the run is the union of its shards. A shard has one owner at a time, who holds its lock.
-Units that a changed plan no longer has are kept under earlier/. A killed process loses the unit in flight.
+manifest.json describes the plan. units/KEY-SUM.parquet has a row for each image, method and metric of a unit, and
+maps/KEY-SUM.safetensors its maps at patch resolution; SUM is the checksum of the file. Files are written under another
+name and renamed, so a killed process loses only the unit in flight. The shards of a run are in shards/K-of-N/, and the
+run is the union of its shards; the owner of a shard holds its lock. Units that a changed plan does not contain are in
+earlier/.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from torch import Tensor
 
 from patchlight.bench.manifest import Manifest, read_manifest
 from patchlight.bench.plan import WHOLE, Plan, Shard, Unit
-from patchlight.bench.results import Results, counted, curves_of, results_of, word_counts
+from patchlight.bench.results import Results, collect_curves, collect_results, sum_counts, word_counts
 from patchlight.bench.rows import (
-    Before,
-    Known,
+    KnownValue,
+    KnownValues,
     Maps,
     facts_of,
+    has_maps_of,
     maps_from,
     maps_of,
     rows_of,
-    shows,
     table_of,
 )
 from patchlight.core.errors import PatchlightError
@@ -48,15 +49,15 @@ except ImportError as error:
     raise missing_extra("the benchmark needs", "filelock", "bench") from error
 
 PART = re.compile(r"\..+-[a-z0-9_]{8}")
-"""Names under which files are written before they are renamed."""
+"""Temporary names of files that are being written."""
 NAMES = ("units", "maps", "shards", "earlier", "logs", "lock", "plan.lock", "owner.json")
-"""What a run's folder may hold besides its manifest."""
+"""Names in the folder of a run besides its manifest."""
 MOMENT = 2.0
-"""Seconds to wait for a lock: somebody may only be looking whether it is held."""
+"""Seconds to wait for a lock: another process may hold it briefly to check whether it is free."""
 
 
 class Files(NamedTuple):
-    """The files of a unit, where they exist: its rows and its maps."""
+    """The files of a unit, its rows and its maps, if they exist."""
 
     rows: Path | None = None
     maps: Path | None = None
@@ -67,19 +68,19 @@ class Files(NamedTuple):
 
     @property
     def damaged(self) -> list[Path]:
-        return [path for path in self if path is not None and _sound(path) is None]
+        return [path for path in self if path is not None and _verified(path) is None]
 
     def table(self, columns: list[str] | None = None) -> Any:
-        """The rows as a table; None where they are missing or damaged."""
-        return table_of(_sound(self.rows), columns)
+        """The rows as a table; None if they are missing or damaged."""
+        return table_of(_verified(self.rows), columns)
 
     def content(self) -> tuple[Any, Maps]:
         """Rows and maps."""
         return self.table(), self.read_maps()
 
     def read_maps(self) -> Maps:
-        """The maps; none where they are missing or damaged."""
-        return Maps() if self.maps is None or _sound(self.maps) is None else maps_of(self.maps)
+        """The maps; empty if they are missing or damaged."""
+        return Maps() if self.maps is None or _verified(self.maps) is None else maps_of(self.maps)
 
 
 class Store:
@@ -87,27 +88,27 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._recent = lru_cache(maxsize=4)(Files.content)  # those of an export are asked for many times
+        self._recent = lru_cache(maxsize=4)(Files.content)  # the large files of an export are read for many units
 
     @property
     def manifest_path(self) -> Path:
         return self.folder / "manifest.json"
 
     def folder_of(self, shard: Shard) -> Path:
-        """Where the units of a shard are."""
+        """The folder of a shard's units."""
         return self.folder if shard == WHOLE else self.folder / "shards" / f"{shard.number}-of-{shard.count}"
 
     def shards(self) -> list[Path]:
-        """The folders that hold units: the run's own, and one for each shard that was begun."""
+        """The folders with units: the run's own, and one for each shard that was started."""
         return [self.folder, *sorted((self.folder / "shards").glob("*-of-*"))]
 
     def make(self, shard: Shard = WHOLE) -> None:
-        """Make the folder; refused where it is something else's."""
+        """Create the folder; a folder with other files is refused."""
         check_writable(self.folder)
         if self.folder.is_dir() and not self.manifest_path.exists():
             strange = [p.name for p in self.folder.iterdir() if p.name not in NAMES and not PART.fullmatch(p.name)]
             if strange:
-                raise PatchlightError(f"'{self.folder}' is not a run: it holds '{strange[0]}'; give an empty folder")
+                raise PatchlightError(f"'{self.folder}' is not a run: it contains '{strange[0]}'; give an empty folder")
         try:
             for folder in ("units", "maps"):
                 (self.folder_of(shard) / folder).mkdir(parents=True, exist_ok=True)
@@ -116,27 +117,31 @@ class Store:
 
     @contextlib.contextmanager
     def owned(self, shard: Shard) -> Iterator[None]:
-        """Own a shard; refused where another process does, or where one is at work on another division of the run."""
+        """Own a shard.
+
+        Raises:
+            PatchlightError: If another process owns it, or works on the run with another number of shards.
+        """
         folder = self.folder_of(shard)
         with _locked(folder / "lock") as lock:
             if not lock:
-                raise PatchlightError(f"{_holder(folder)} is at work on {self._shown(folder)}; wait until it has ended")
+                raise PatchlightError(f"{_holder(folder)} is working on {self._shown(folder)}; wait until it ends")
             for other in self.held():
                 same = other != self.folder and shard != WHOLE and other.name.endswith(f"-of-{shard.count}")
                 if other != folder and not same:
                     raise PatchlightError(
-                        f"{_holder(other)} is at work on {self._shown(other)}; wait until it has ended, or give "
-                        "--shard of as many"
+                        f"{_holder(other)} is working on {self._shown(other)}; wait until it ends, or use --shard with "
+                        "the same number of shards"
                     )
-            about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            write_atomic(folder / "owner.json", json.dumps(about).encode())
+            owner = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            write_atomic(folder / "owner.json", json.dumps(owner).encode())
             try:
                 yield
             finally:
                 (folder / "owner.json").unlink(missing_ok=True)
 
     def held(self) -> list[Path]:
-        """The folders of shards that some process is at work on."""
+        """The folders of shards that a process is working on."""
         found = []
         for folder in self.shards():
             if (folder / "lock").exists():
@@ -145,11 +150,11 @@ class Store:
         return found
 
     def workers(self) -> list[str]:
-        """Who is at work on the run, and on which shard."""
+        """The processes that work on the run, with their shards."""
         return [self.worker(folder) for folder in self.held()]
 
     def worker(self, folder: Path) -> str:
-        """Who is at work on the shard of this folder."""
+        """The process that works on the shard in this folder."""
         return f"{_holder(folder)}, on {self._shown(folder)}"
 
     def _shown(self, folder: Path) -> str:
@@ -157,31 +162,31 @@ class Store:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Nobody else brings the folder in line with a plan meanwhile."""
+        """Hold the lock for bringing the folder in line with a plan."""
         with _locked(self.folder / "plan.lock", -1):
             yield
 
     def sweep(self, folders: Iterable[Path]) -> None:
-        """Remove what killed processes left half written in these shards."""
-        patterns = (f".{self.manifest_path.name}-*", "units/.*", "maps/.*")  # an owner.json may be written right now
+        """Remove partially written files of killed processes from these shards."""
+        patterns = (f".{self.manifest_path.name}-*", "units/.*", "maps/.*")  # not owner.json: it may be in use
         for leftover in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
             leftover.unlink(missing_ok=True)
 
     def read_manifest(self) -> Manifest | None:
-        """What the run is; None where none was begun."""
+        """The manifest; None if the folder does not hold a run."""
         return read_manifest(self.manifest_path)
 
     def manifest(self) -> Manifest:
-        """What the run is; refused where none was begun."""
+        """The manifest; an error if the folder does not hold a run."""
         found = self.read_manifest()
         if found is None:
             raise PatchlightError(
-                f"there is no run in '{self.folder}'; `patchlight bench run RECIPE --out DIR` begins one"
+                f"there is no run in '{self.folder}'; `patchlight bench run RECIPE --out DIR` starts one"
             )
         return found
 
     def files(self, folders: Iterable[Path] | None = None) -> dict[str, Files]:
-        """The files of every unit, by key, in these folders; by default those of all shards."""
+        """The files of every unit by key, in these folders or in all shards."""
         found: dict[str, Files] = {}
         for root in self.shards() if folders is None else folders:
             for which, folder, suffix in (("rows", "units", ".parquet"), ("maps", "maps", ".safetensors")):
@@ -189,13 +194,13 @@ class Store:
                     for entry in sorted(entries, key=lambda entry: entry.name):
                         if entry.name.endswith(suffix) and not entry.name.startswith("."):
                             key = entry.name.rpartition("-")[0]
-                            own = found.setdefault(key, Files())
-                            if getattr(own, which) is None:
-                                found[key] = own._replace(**{which: Path(entry.path)})
+                            files = found.setdefault(key, Files())
+                            if getattr(files, which) is None:
+                                found[key] = files._replace(**{which: Path(entry.path)})
         return found
 
     def units(self, plan: Plan) -> list[Unit]:
-        """The units of a plan that are done, by their files' names."""
+        """The finished units of a plan, according to file names."""
         units = (plan.unit_of(key) for key, files in self.files().items() if files.there)
         return [unit for unit in units if unit is not None]
 
@@ -225,11 +230,11 @@ class Store:
         return notes
 
     def set_aside(self, files: Files) -> None:
-        """Put the files of a unit into earlier/, so that it is run again; what is right in it can be reused."""
+        """Move the files of a unit to earlier/, so that it is run again; values that did not fail can be reused."""
         _move(files, self.folder / "earlier")
 
     def drop_damaged(self, folders: Iterable[Path]) -> list[str]:
-        """Remove units of these shards that are damaged, or of which a killed process wrote half; name the damaged."""
+        """Remove damaged and partially written units of these shards, and return a sentence for each damaged file."""
         notes = []
         for files in self.files(folders).values():
             damaged = files.damaged
@@ -240,7 +245,7 @@ class Store:
 
     @cached_property
     def earlier(self) -> dict[str, Files]:
-        """By cell, the files earlier plans left that know it; one in which it did not fail, where several do."""
+        """By cell, the files of earlier plans that contain it; preferably a file in which it did not fail."""
         found: dict[str, Files] = {}
         good: set[str] = set()
         for files in self.files([self.folder / "earlier"]).values():
@@ -254,48 +259,45 @@ class Store:
                     good.add(cell)
         return found
 
-    def before(self, unit: Unit, failed_too: bool = True) -> dict[str, Known]:
-        """What earlier plans left of a unit's values; without those that failed, unless these count."""
-        wanted = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
-        known: dict[str, Known] = {}
-        for files in {self.earlier[cell] for cell in wanted if cell in self.earlier}:
-            own = known_in(*self._recent(files), wanted)
-            known |= {
-                cell: one
-                for cell, one in own.items()
-                if self.earlier[cell] is files and (failed_too or not one.row.error)
-            }
+    def before(self, unit: Unit, failed_too: bool = True) -> dict[str, KnownValue]:
+        """The values of a unit that earlier plans measured; failed ones only with `failed_too`."""
+        cells = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
+        known: dict[str, KnownValue] = {}
+        for files in {self.earlier[cell] for cell in cells if cell in self.earlier}:
+            for cell, value in known_values(*self._recent(files), cells).items():
+                if self.earlier[cell] is files and (failed_too or not value.row.error):
+                    known[cell] = value
         return known
 
     def keep(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
-        """Write the files of a key: first its maps, then its rows, whose file says that it is done."""
+        """Write the maps of a unit, and then its rows, which mark it as finished."""
         for name, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
             place = (folder or self.folder) / name
             write_atomic(place / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
 
     def maps(self, model: str, images: Collection[str]) -> Maps:
-        """What every method made of these images for a model."""
-        drawn: dict[str, dict[str, Known]] = {}
+        """The maps of all methods for these images of a model."""
+        drawn: dict[str, dict[str, KnownValue]] = {}
         for files in self.files().values():
-            if files.maps is None or not shows(files.maps, model, images):
+            if files.maps is None or not has_maps_of(files.maps, model, images):
                 continue
-            for known in known_in(*files.content()).values():
+            for known in known_values(*files.content()).values():
                 if known.map is not None and known.row.image in images:
                     drawn.setdefault(known.row.method, {})[known.row.image] = known
         return maps_from(model, images, drawn)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[Any]:
-        """The rows of every unit that is done, as tables."""
+        """The rows of every finished unit, as tables."""
         tables = (files.table(columns) for files in self.files().values())
         return (table for table in tables if table is not None)
 
     def failures(self, folders: Iterable[Path] | None = None) -> dict[str, int]:
-        """How many values failed, by reason, the commonest first; in these shards, by default in all."""
+        """The number of failed values by reason, most frequent first, in these shards or in all."""
         tables = (files.table(["error"]) for files in self.files(folders).values())
-        return counted(word_counts(table["error"]) for table in tables if table is not None)
+        return sum_counts(word_counts(table["error"]) for table in tables if table is not None)
 
     def failed(self, folders: Iterable[Path]) -> list[Files]:
-        """The files of the units of these shards in which something failed."""
+        """The files of units with failed values in these shards."""
         return [
             files
             for files in self.files(folders).values()
@@ -303,53 +305,53 @@ class Store:
         ]
 
     def results(self, progress: Progress | bool = False) -> Results:
-        """All that is done of the plan."""
+        """All values of the run."""
         notes: set[str] = set()
         files = self.files()
 
         def tables() -> Iterator[Any]:
             with show_progress(progress, "reading units") as tell:
-                for i, own in enumerate(files.values()):
-                    table = own.table()
-                    damaged = [own.rows] if table is None else []
-                    damaged += [own.maps] if _sound(own.maps) is None else []
-                    notes.update(f"{_damage(p)} and left out; run the benchmark again to mend it" for p in damaged if p)
+                for i, unit in enumerate(files.values()):
+                    table = unit.table()
+                    damaged = [unit.rows] if table is None else []
+                    damaged += [unit.maps] if _verified(unit.maps) is None else []
+                    notes.update(f"{_damage(p)} and left out; the same `bench run` repairs it" for p in damaged if p)
                     if table is not None:
                         yield table
                     tell(i + 1, len(files))
 
-        return results_of(tables(), self.manifest(), notes)
+        return collect_results(tables(), self.manifest(), notes)
 
     def curves(self, model: str, method: str, metric: str) -> Tensor | None:
-        """The curves [B,P] of every image, NaN of one without; None where the metric has none."""
+        """The curves [B,P] of all images, NaN for an image without a curve; None if the metric has no curves."""
         tables = self.tables(["model", "image", "method", "metric", "curve"])
-        return curves_of(tables, self.manifest(), model, method, metric)
+        return collect_curves(tables, self.manifest(), model, method, metric)
 
 
-def known_in(table: Any, maps: Maps, wanted: Collection[str] | None = None) -> Before:
-    """What rows and maps know, by cell; of the `wanted` cells alone, where some are."""
+def known_values(table: Any, maps: Maps, cells: Collection[str] | None = None) -> KnownValues:
+    """The values in rows and maps by cell; with `cells`, only those."""
     if table is None:
         return {}
-    if wanted is not None:
-        table = table.filter([cell in wanted for cell in table["cell"].to_pylist()])
+    if cells is not None:
+        table = table.filter([cell in cells for cell in table["cell"].to_pylist()])
     facts, place = facts_of(table), {name: i for i, name in enumerate(maps.images)}
-    found: dict[str, Known] = {}
+    found: dict[str, KnownValue] = {}
     for row in rows_of(table):
         i = place.get(row.image)
         drawn = maps.scores[row.method][i] if i is not None and row.method in maps.scores else None
         drawn = None if drawn is None or bool(drawn.isnan().all()) else drawn
         explained = "" if i is None else maps.classes[i]
-        found[row.cell] = Known(row, facts.get(row.metric), drawn, explained, maps.preprocess)
+        found[row.cell] = KnownValue(row, facts.get(row.metric), drawn, explained, maps.preprocess)
     return found
 
 
 def checksum(data: bytes) -> str:
-    """What a file's name ends with, without which nothing in it is believed."""
+    """The checksum at the end of a file's name."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _sound(path: Path | None) -> bytes | None:
-    """What is in a file; None where it is missing, or not what was written: its name ends with its checksum."""
+def _verified(path: Path | None) -> bytes | None:
+    """The content of a file; None if it is missing or does not match the checksum in its name."""
     try:
         data = path.read_bytes() if path is not None else None
     except OSError:
@@ -377,14 +379,14 @@ def _remove(files: Files) -> None:
 
 
 def _move(files: Files, root: Path) -> None:
-    """Move the files of a unit, its rows last: they say that it is done."""
+    """Move the files of a unit, its rows last, because they mark it as finished."""
     for path in filter(None, reversed(files)):
         target = root / path.parent.name / path.name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
             for other in target.parent.glob(f"{glob.escape(path.name.rpartition('-')[0])}-*{path.suffix}"):
-                if other.name != path.name:  # of a unit that was run twice, the last is right
+                if other.name != path.name:  # the unit was run twice: the last result counts
                     other.unlink(missing_ok=True)
         except OSError as error:
             raise PatchlightError(f"'{path}' cannot be moved: {error.strerror or error}") from error
@@ -392,7 +394,7 @@ def _move(files: Files, root: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, seconds: float = MOMENT) -> Iterator[FileLock | None]:
-    """Hold a lock; None where another process holds it for longer than that. -1 waits for ever."""
+    """Hold a lock; None if another process holds it for longer than `seconds`. -1 waits forever."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=seconds)
@@ -408,9 +410,9 @@ def _locked(path: Path, seconds: float = MOMENT) -> Iterator[FileLock | None]:
 
 
 def _holder(folder: Path) -> str:
-    """Who holds the lock of a shard: its process, its machine, and since when."""
+    """The process that holds the lock of a shard, its machine, and since when."""
     try:
-        about = json.loads((folder / "owner.json").read_text(encoding="utf-8"))
-        return f"process {about['pid']} on {about['host']} (since {about['since']})"
+        owner = json.loads((folder / "owner.json").read_text(encoding="utf-8"))
+        return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

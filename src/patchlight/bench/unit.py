@@ -1,4 +1,4 @@
-"""Running a unit: its images are explained by its methods and measured by every metric; failures become rows."""
+"""Runs a unit: explains its images with its methods and measures the maps with every metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.events import Listener, StepEnd
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
-from patchlight.bench.rows import Before, Done, Facts, Known, Maps, ResultRow, maps_from
+from patchlight.bench.rows import Done, Facts, KnownValue, KnownValues, Maps, ResultRow, maps_from
 from patchlight.core.errors import PatchlightError
 from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
 from patchlight.data.spec import DataSpec
@@ -23,9 +23,12 @@ Q = TypeVar("Q", Request, MetricRequest)
 
 @dataclass(frozen=True)
 class Resources:
-    """What units run on, no part of their keys; `chunk` is how many variants are scored at once.
+    """What units run on; not part of their keys.
 
-    `data` are images given in Python, in place of those that the recipe names.
+    Attributes:
+        device: The torch device.
+        chunk: Number of variants that are scored at once.
+        data: A data set in Python that replaces the recipe's data.
     """
 
     device: str = "cpu"
@@ -34,12 +37,12 @@ class Resources:
 
 
 def run_unit(
-    unit: Unit, resources: Resources, before: Before | None = None, listen: Listener = lambda event: None
+    unit: Unit, resources: Resources, before: KnownValues | None = None, listen: Listener = lambda event: None
 ) -> Done:
-    """The rows and maps of a unit: a function of its spec alone, less what is known `before`.
+    """Compute the rows and maps of a unit, except for the values that are known `before`.
 
-    Its images are explained `batch_size` at once. Methods that read the same pass are explained in one call; each
-    method's maps serve all metrics. What fails becomes rows with the reason.
+    The result depends on the unit alone. Methods that share a pass are explained in one call, and all metrics use the
+    same maps. A failure becomes rows with its reason.
     """
     found = dict(before or {})
     cells = {pair: unit.cells(pair) for pair in unit.group.made}
@@ -55,16 +58,16 @@ def run_unit(
             part = unit.images.at(places[start : start + size])
             known = _run_batch(unit.group, part, pairs, resources, listen)
             found |= {cells[pair][place[name]]: one for (pair, name), one in known.items()}
-    return assembled(unit, found)
+    return assemble_unit(unit, found)
 
 
-def assembled(unit: Unit, found: Before) -> Done:
-    """The rows and maps of a unit, all of whose values are known."""
+def assemble_unit(unit: Unit, found: KnownValues) -> Done:
+    """The rows and maps of a unit from its values."""
     group, names = unit.group, unit.images.names
     cells = {pair: unit.cells(pair) for pair in group.made}
     rows: list[ResultRow] = []
     facts: dict[str, Facts] = {}
-    drawn: dict[str, dict[str, Known]] = {method: {} for method in group.methods}
+    drawn: dict[str, dict[str, KnownValue]] = {method: {} for method in group.methods}
     for i, name in enumerate(names):
         for (method, metric), own in cells.items():
             known = found[own[i]]
@@ -76,8 +79,8 @@ def assembled(unit: Unit, found: Before) -> Done:
     return Done(rows, maps_from(group.label, names, drawn), facts)
 
 
-def lost(unit: Unit, reason: str) -> Done:
-    """The rows of a unit that cannot be run at all."""
+def lost_unit(unit: Unit, reason: str) -> Done:
+    """The rows of a unit that cannot be run, with the reason as error."""
     rows = [
         ResultRow(name, *pair, model=unit.group.label, cell=cell, error=reason)
         for pair in unit.group.made
@@ -88,24 +91,24 @@ def lost(unit: Unit, reason: str) -> Done:
 
 def _run_batch(
     group: Group, images: Images, pairs: Sequence[Pair], resources: Resources, listen: Listener
-) -> dict[tuple[Pair, str], Known]:
-    """What these pairs of method and metric say of some images, by pair and name."""
-    vit = loaded(group, resources.device)
+) -> dict[tuple[Pair, str], KnownValue]:
+    """The values of these pairs of method and metric for some images, by pair and image name."""
+    vit = load_planned(group, resources.device)
     batch = _load(group, images, vit, resources)
     metrics: dict[str, list[str]] = {}
     for method, metric in pairs:
         metrics.setdefault(method, []).append(metric)
 
-    def asked(label: str, request: Q) -> Q:
-        """A request under this label, its variants scored `chunk` at once unless it says how many."""
+    def with_chunk(label: str, request: Q) -> Q:
+        """The request under this label, with the chunk size of the run unless it has its own."""
         chunk = {"chunk": resources.chunk} if request.settings.get("chunk", 0) is None else {}
         return replace(request, label=label, settings={**request.settings, **chunk})
 
     requests = []
     for label, names in metrics.items():
         method_spec = group.methods[label]
-        measures = [asked(name, method_spec.measured_by(group.metrics[name])) for name in names]
-        requests.append((asked(label, method_spec.request), measures))
+        measures = [with_chunk(name, method_spec.measured_by(group.metrics[name])) for name in names]
+        requests.append((with_chunk(label, method_spec.request), measures))
     study = study_batch(
         vit,
         batch,
@@ -120,11 +123,11 @@ def _run_batch(
         if outcome.result is not None
     }
     place = {name: i for i, name in enumerate(batch.names)}
-    found: dict[tuple[Pair, str], Known] = {}
+    found: dict[tuple[Pair, str], KnownValue] = {}
     for cell in study.cells():
         pair = cell.method, cell.metric
         evaluation, i = study.evaluations[pair].result, place.get(cell.image)
-        found[pair, cell.image] = Known(
+        found[pair, cell.image] = KnownValue(
             ResultRow(**vars(cell), model=group.label),
             None if evaluation is None else Facts.of(evaluation),
             None if i is None or cell.method not in maps else maps[cell.method][i],
@@ -134,24 +137,25 @@ def _run_batch(
     return found
 
 
-def loaded(group: Group, device: str) -> Anatomy:
-    """A group's model; refused where it is not the one that was planned with."""
+def load_planned(group: Group, device: str) -> Anatomy:
+    """Load a group's model; an error if it differs from the planned one."""
     vit = load_model(group.model, device)
     if model_digest(vit) != group.digest:
-        raise PatchlightError(f"{vit.name} has changed since the run was planned; run the same command again")
+        raise PatchlightError(
+            f"{vit.name} has changed since the run was planned; run the same command again to plan it again"
+        )
     return vit
 
 
 def _load(group: Group, images: Images, vit: Anatomy, resources: Resources) -> Batch:
-    """Some images; those without a class are failures where classes are explained."""
+    """Load images; those without a class become failures if labels are explained."""
     if resources.data is None:
-        data, foreign = opened(group.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
+        data, foreign = open_data(group.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
     else:
         data, foreign = resources.data, _foreign(resources.data, vit.outcomes)
     if foreign and group.target == "label":
         raise PatchlightError(
-            f"the labels are not classes of {vit.name}, so give a model of these classes or --target prediction: "
-            f"{foreign}"
+            f"the labels are not classes of {vit.name} ({foreign}); use a model of these classes or --target prediction"
         )
     batch = load_batch(as_planned(data, images), range(len(images)), vit, workers=4)
     if foreign:
@@ -160,10 +164,10 @@ def _load(group: Group, images: Images, vit: Anatomy, resources: Resources) -> B
 
 
 @lru_cache(maxsize=2)
-def opened(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
-    """The data of a DataSpec's JSON, and why its labels are not the model's classes; nothing where they are.
+def open_data(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
+    """Open the data of a DataSpec's JSON; also why its labels are not the model's classes, empty if they are.
 
-    A folder's class names are looked up among the model's, where it has names; else the number of classes must agree.
+    Class names of a folder are looked up among the model's class names; without names, the numbers must agree.
     """
     spec = DataSpec.model_validate_json(key)
     if takes_classes(spec.kind) and labels and "classes" not in spec.options:
@@ -176,7 +180,7 @@ def opened(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
 
 
 def _foreign(data: Data, classes: int) -> str:
-    """Why the labels of data are not a model's classes; nothing where they may be."""
+    """Why the labels of the data are not a model's classes; empty if they may be."""
     if data.labels is None or len(data.labels) == classes:
         return ""
-    return f"there are {len(data.labels)} of them, and {classes} classes"
+    return f"{len(data.labels)} labels, {classes} classes"

@@ -1,7 +1,7 @@
-"""During training: maps of fixed images and a faithfulness number, logged every n steps within a time budget.
+"""Logs maps of fixed images and their faithfulness during training, every n steps within a time budget.
 
-`TrainingLog` is called by a loop of one's own; `TransformersCallback` and `LightningCallback` call it, and are loaded,
-as their libraries are, when they are first used.
+Call `TrainingLog` in your own training loop, or use `TransformersCallback` or `LightningCallback`; these and their
+libraries are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of a training's time its log may take."""
+"""Limits the time that a log may take."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from patchlight.core.progress import Watcher, watch
 
 
 class Budget:
-    """At most a `share` of the time since `begin`, and `seconds` each time; None sets no limit.
+    """A time budget for logging; a step is expected to take as long as the last one.
 
-    What the first time takes is not known before; a time after it is expected to take what the last one took.
+    Args:
+        share: Maximum share of the time since `begin`; None for no limit.
+        seconds: Maximum seconds per step; None for no limit.
     """
 
     def __init__(self, share: float | None, seconds: float | None) -> None:
         if share is not None and not 0 < share <= 1:
-            raise PatchlightError(f"budget is {share!r}; give a share of the training's time above 0, up to 1, or None")
+            raise PatchlightError(
+                f"budget is {share!r}; give a share of the training time above 0 and up to 1, or None"
+            )
         if seconds is not None and not seconds > 0:
             raise PatchlightError(f"seconds is {seconds!r}; give a number above 0, or None")
         self.share, self.seconds = share, seconds
@@ -26,11 +30,11 @@ class Budget:
         self.spent, self.last = 0.0, 0.0
 
     def begin(self) -> None:
-        """The training has begun, unless it had."""
+        """Start the clock, unless it is running."""
         self.began = monotonic() if self.began is None else self.began
 
     def lacks(self) -> str:
-        """Why there is no time now, in words; empty where there is."""
+        """Why there is no time now; empty if there is."""
         if self.share is None or self.began is None or not self.last:
             return ""
         allowed = self.share * (monotonic() - self.began)
@@ -41,9 +45,9 @@ class Budget:
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[Callable[[], float]]:
-        """Inside, time is spent; what runs longer than `seconds` is cancelled, at the next chunk of variants.
+        """Count the time of a block, and cancel it after `seconds` at the next chunk of variants.
 
-        What it gives tells the seconds since.
+        Yields a function that returns the seconds so far.
         """
         begin = monotonic()
         limit = self.seconds

@@ -1,4 +1,4 @@
-"""The log as a callback of Lightning's Trainer, of `lightning` or `pytorch_lightning`."""
+"""A callback for Lightning's Trainer, of `lightning` or `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from patchlight.core.errors import PatchlightError
 
 
 def _callback() -> Any:
-    """The base class of callbacks: of the package that is in use, else of that which is installed."""
+    """The base class of callbacks, of the package that is imported, else of the one that is installed."""
     for name in sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback
         except ImportError:
             continue
-    raise PatchlightError("the callback of its Trainer needs lightning: pip install lightning")
+    raise PatchlightError("LightningCallback needs lightning: pip install lightning")
 
 
 class LightningCallback(_callback()):  # type: ignore[misc]
-    """A `TrainingLog` for `Trainer(callbacks=[…])`; arguments as there, `model` is the one inside the LightningModule.
+    """A `TrainingLog` for Lightning's `Trainer(callbacks=[…])`.
 
-    Without a writer it logs to those of the trainer's loggers that are TensorBoard's or Weights & Biases'.
+    Args:
+        model: The model inside the LightningModule.
+        images: As in `TrainingLog`.
+        writer: As in `TrainingLog`; by default the trainer's loggers for TensorBoard and Weights & Biases.
+        **options: Other arguments of `TrainingLog`.
     """
 
     def __init__(self, model: Anatomy | nn.Module, images: Any, writer: Any = None, **options: Any) -> None:
@@ -45,12 +49,12 @@ class LightningCallback(_callback()):  # type: ignore[misc]
 
 
 def _writers(trainer: Any) -> list[Any]:
-    """Writers of the loggers that take pictures."""
-    found = [logger.experiment for logger in trainer.loggers if is_writer(logger.experiment)]
-    if not found:
+    """The writers of the loggers that support images."""
+    writers = [logger.experiment for logger in trainer.loggers if is_writer(logger.experiment)]
+    if not writers:
         kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
         raise PatchlightError(
-            f"the trainer's loggers ({kinds}) take no pictures; give the callback a writer=, or the trainer a "
+            f"the trainer's loggers ({kinds}) do not support images; give the callback a writer=, or the trainer a "
             "TensorBoardLogger or WandbLogger"
         )
-    return found
+    return writers

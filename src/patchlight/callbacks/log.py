@@ -1,7 +1,7 @@
-"""What is logged of a model in training, and when: maps of fixed images as a picture, and numbers under stable names.
+"""Logs a model during training: maps of fixed images as a picture, and numbers under stable names.
 
-The model is only read. Everything runs on its twin, in evaluation mode, and what is drawn leaves the training's own
-generators as they were: a training with a log gives the same weights as one without.
+Everything runs on the model's twin in evaluation mode, and the states of all random generators are restored, so a
+training with a log gives the same weights as one without.
 """
 
 from __future__ import annotations
@@ -35,28 +35,35 @@ from patchlight.report.pictures import figure
 from patchlight.study.evaluate import evaluate
 
 FLOOR = "random"
-"""The method whose number says what a map that knows nothing gets."""
-_SPREAD = ("ds_id", "_is_flat_param", "_fsdp_flattened")
-"""What DeepSpeed's ZeRO-3 and FullyShardedDataParallel set on parameters of which a process holds a part."""
+"""The method whose number is the level of chance."""
+_SHARDED = ("ds_id", "_is_flat_param", "_fsdp_flattened")
+"""Attributes that DeepSpeed's ZeRO-3 and FullyShardedDataParallel set on sharded parameters."""
 _TRIES = 2
-"""How often a part that takes too long is begun: the first time may be slow for other reasons."""
+"""How often a part that takes too long is tried: the first time includes warm-up."""
 
 
 class TrainingLog:
-    """Maps of fixed images, and how faithful they are, every `every` steps of a training: call it with each step.
+    """Logs maps of fixed images and their faithfulness during training; call it with each step.
 
-    `model` is the model in training, or `pl.wrap` of it where there is more to say (labels, preprocessing, a head).
-    `images` are few, as `explain` takes them; they are read once. `writer`: a SummaryWriter of TensorBoard, a run of
-    wandb, a folder for TensorBoard's files, a function of (step, numbers, pictures), or a list of these. `method` and
-    `metric` as in `explain` and `evaluate`; a metric by its name alone is measured in its quick form, and None measures
-    nothing. `target`: the classes asked about, best the true ones, so that the question stays the same; by default the
-    prediction of each step. `budget` is the share of the training's time that the log may take: a step for which that
-    is used up is left out. `seconds` is the most that one step may take: what does not fit is left out. Either is told
-    once, and so is whatever else keeps a step from being logged, such as weights that are no longer finite.
+    It logs the picture `patchlight/maps`, the mean score of the explained classes as `patchlight/probability` (or
+    `patchlight/logit` for a model without probabilities), `patchlight/METHOD/METRIC` for each method and for `random`,
+    and `patchlight/seconds`. A step that cannot be logged, for example because weights are not finite, gives one
+    warning.
 
-    Logged are the picture `patchlight/maps`, the mean score `patchlight/probability` of the classes asked about (or
-    `logit`, of a model without probabilities), `patchlight/METHOD/METRIC` of each method and of `random`, and the
-    `patchlight/seconds` all this took.
+    Args:
+        model: The model in training, or `pl.wrap` of it with labels, preprocessing or a head.
+        images: A few images, in any form that `explain` accepts; they are read once.
+        writer: A SummaryWriter of TensorBoard, a wandb run, a folder for TensorBoard's files, a function of
+            (step, numbers, pictures), or a list of these.
+        every: Log every n-th step.
+        method: One or more methods, as in `explain`.
+        metric: One or more metrics, as in `evaluate`; a name alone uses the metric's quick settings. None: no metric.
+        target: The classes to explain; by default the prediction of each step. Use the true classes to keep the
+            question the same.
+        budget: Maximum share of the training time; steps beyond it are skipped. None for no limit.
+        seconds: Maximum seconds per step; parts beyond it are skipped. None for no limit.
+
+    Example:
 
     >>> log = TrainingLog(model, images, SummaryWriter("runs/1"), every=100, target=classes)      # doctest: +SKIP
     >>> for step, batch in enumerate(loader):                                                     # doctest: +SKIP
@@ -83,9 +90,9 @@ class TrainingLog:
         if len(self.images) > MAX_ROWS:
             raise PatchlightError(f"{len(self.images)} images are too many for a picture; give at most {MAX_ROWS}")
         self.target = target
-        asked = resolve_targets(target, len(self.images), self.vit.outcomes, self.vit.labels)
-        if asked is not None and asked.count != 1:
-            raise PatchlightError(f"target has {asked.count} classes an image; a log is of one class an image")
+        targets = resolve_targets(target, len(self.images), self.vit.outcomes, self.vit.labels)
+        if targets is not None and targets.count != 1:
+            raise PatchlightError(f"target has {targets.count} classes per image; give one class per image")
         self._methods = resolve_all(method, {}, Request, "method", lambda name, own: resolve(name, own))
         for request in self._methods:
             check_supported(request.suited(self.vit), self.vit)
@@ -99,7 +106,7 @@ class TrainingLog:
         self._last = -1
 
     def __call__(self, step: int) -> None:
-        """Log this step, where it is due and there is time; of several processes only the first does."""
+        """Log this step if it is due and there is time. Of several processes, only the first logs."""
         self._budget.begin()
         if step % self.every or step == self._last or _rank():
             return
@@ -114,32 +121,32 @@ class TrainingLog:
             self._warn_once(type(error).__name__, f"step {step} is not logged: {first_line(error)}")
 
     def log(self, step: int) -> None:
-        """Log this step, whatever the budget says; errors are raised."""
+        """Log this step regardless of the budget; errors are raised."""
         if self._write is None:
-            raise PatchlightError("there is no writer; give writer=, such as a SummaryWriter of TensorBoard")
-        _check_whole(self.vit.model)
+            raise PatchlightError("there is no writer; give writer=, for example a SummaryWriter of TensorBoard")
+        _check_not_sharded(self.vit.model)
         if self.vit.device.type == "cuda":
-            torch.cuda.synchronize(self.vit.device)  # what the training has still to compute is not the log's time
-        with _own_draws(self.vit.device), self._budget.spending() as taken:
+            torch.cuda.synchronize(self.vit.device)  # pending work of the training is not the log's time
+        with _restored_generators(self.vit.device), self._budget.spending() as taken:
             numbers, pictures = self._measure_step(step)
             try:
                 self._write(step, {**numbers, "patchlight/seconds": taken()}, pictures)
-            except Exception as error:  # a full disk or an absent server, say: whatever a writer may raise
+            except Exception as error:  # writers raise many kinds, for example for a full disk
                 raise PatchlightError(f"its writer failed with {type(error).__name__}: {first_line(error)}") from error
 
     def attach(self, writer: Callable[[], Any], trained: nn.Module) -> None:
-        """Before a trainer's first step: `writer` gives one where none was given, and `trained` holds the model."""
-        mine = {id(p) for p in self.vit.model.parameters()}
-        if mine and not any(id(p) in mine for p in trained.parameters()):
+        """Prepare for a trainer: check that `trained` contains the model, and open `writer` if none was given."""
+        weights = {id(p) for p in self.vit.model.parameters()}
+        if weights and not any(id(p) in weights for p in trained.parameters()):
             raise PatchlightError(
-                f"{self.vit.name}, which was given to the callback, has no weight of the model that is trained; give "
-                "the same object to both"
+                f"{self.vit.name}, which was given to the callback, shares no weights with the model in training; "
+                "give the same object to both"
             )
         if self._write is None:
             self._write = open_writer(writer())
 
     def _measure_step(self, step: int) -> tuple[dict[str, float], dict[str, Image.Image]]:
-        """Maps first, then the numbers of one method after another, as far as the time goes."""
+        """Maps first, then the numbers of one method after another, as long as there is time."""
         numbers: dict[str, float] = {}
         pictures: dict[str, Image.Image] = {}
         maps = Attributions()
@@ -170,53 +177,61 @@ class TrainingLog:
         return {f"patchlight/{score}": float(scores.mean())}
 
     def _measure(self, label: str, maps: Attributions) -> dict[str, float]:
-        """Every metric of one method; `random` is asked about the same classes."""
+        """All metrics of one method; `random` explains the same classes."""
         first = next(iter(maps.values()))
         pairs = first.target if first.against is None else list(zip(first.target, first.against, strict=True))
-        own = maps.get(label, label)
-        found = evaluate(self.vit, self.images, own, self._metrics, pairs, current=label in maps, progress=False)
-        return {f"patchlight/{label}/{name}": one.mean for name, one in found.items()}
+        method, current = maps.get(label, label), label in maps
+        results = evaluate(self.vit, self.images, method, self._metrics, pairs, current=current, progress=False)
+        return {f"patchlight/{label}/{name}": evaluation.mean for name, evaluation in results.items()}
 
     def _warn_once(self, kind: str, words: str) -> None:
-        """Warn of one kind of trouble once."""
+        """Warn once for each kind of problem."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warn(f"{words} (this is told once)", LogSkipped)
+            warn(f"{words} (this warning appears once)", LogSkipped)
 
 
 def log_maps(model: Anatomy | nn.Module, images: Any, writer: Any, step: int, **options: Any) -> None:
-    """Log one step now; options as of `TrainingLog`, whose `every` and `budget` have no meaning here.
+    """Log one step now.
 
+    Args:
+        model: As in `TrainingLog`.
+        images: As in `TrainingLog`.
+        writer: As in `TrainingLog`.
+        step: The step.
+        **options: Other arguments of `TrainingLog`; `every` and `budget` have no effect.
+
+    Example:
     >>> log_maps(model, images, SummaryWriter("runs/1"), step)      # doctest: +SKIP
     """
     TrainingLog(model, images, writer, **options).log(step)
 
 
 def _quick(label: str, settings: Any) -> MetricRequest:
-    """A metric as asked; in its quick form where nothing was said about it."""
-    named = str(settings.get("metric", label))
-    return resolve_metric(label, settings if {*settings} - {"metric"} else {**METRICS.find(named).quick, **settings})
+    """A metric; with its quick settings if none were given."""
+    name = str(settings.get("metric", label))
+    return resolve_metric(label, settings if {*settings} - {"metric"} else {**METRICS.find(name).quick, **settings})
 
 
 def _rank() -> int:
-    """Which of the processes of a training this is; 0 where it is alone."""
-    spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if spread else 0
+    """The rank of this process; 0 for a single process."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if several else 0
 
 
-def _check_whole(model: nn.Module) -> None:
-    """Refuse weights that are spread over processes: to gather them, all would have to take part."""
-    held = list(model.parameters())  # none: they are in the one flat parameter of a module around it
-    if not held or any(type(p).__name__ == "DTensor" or any(hasattr(p, mark) for mark in _SPREAD) for p in held):
+def _check_not_sharded(model: nn.Module) -> None:
+    """Refuse sharded weights: gathering them would need all processes."""
+    weights = list(model.parameters())  # empty if an outer module holds them in one flat parameter
+    if not weights or any(type(p).__name__ == "DTensor" or any(hasattr(p, mark) for mark in _SHARDED) for p in weights):
         raise PatchlightError(
-            "the model's weights are spread over processes (FSDP, ZeRO-3, tensor parallelism), and no process has a "
-            "whole model to explain; train with DistributedDataParallel, or explain checkpoints"
+            "the model's weights are sharded over processes (FSDP, ZeRO-3, tensor parallelism), so no process has the "
+            "complete model; train with DistributedDataParallel, or explain checkpoints"
         )
 
 
 @contextlib.contextmanager
-def _own_draws(device: torch.device) -> Iterator[None]:
-    """Inside, random numbers may be drawn; afterwards all generators are as they were."""
+def _restored_generators(device: torch.device) -> Iterator[None]:
+    """Restore the state of all random generators after a block."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -1,4 +1,4 @@
-"""Where a log goes: TensorBoard, Weights & Biases, a function, or several of these."""
+"""The destinations of a log: TensorBoard, Weights & Biases, a function, or several of these."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import missing_extra
 
 Write = Callable[[int, Mapping[str, float], Mapping[str, Image.Image]], None]
-"""Called with a step, its numbers and its pictures, by their names."""
+"""Called with a step, its numbers by name, and its pictures by name."""
 
 
 def is_writer(writer: Any) -> bool:
-    """Whether a writer is TensorBoard's or Weights & Biases'."""
+    """Whether a writer belongs to TensorBoard or Weights & Biases."""
     return _is_tensorboard(writer) or _is_wandb(writer)
 
 
 def open_writer(writer: Any) -> Write:
-    """What writes to a SummaryWriter, a run of wandb, a folder (for TensorBoard), a function, or a list of these."""
+    """A function that writes to a SummaryWriter, wandb run, folder (for TensorBoard), function, or a list of these."""
     if isinstance(writer, list | tuple) and writer:
-        each = [open_writer(one) for one in writer]
+        functions = [open_writer(destination) for destination in writer]
 
-        def write(*given: Any) -> None:
-            for one in each:
-                one(*given)
+        def write(*content: Any) -> None:
+            for function in functions:
+                function(*content)
 
         return write
     if isinstance(writer, str | PathLike):
@@ -46,22 +46,22 @@ def open_writer(writer: Any) -> Write:
 
 
 def open_tensorboard(folder: str | PathLike[str]) -> Any:
-    """A SummaryWriter of a folder."""
+    """A SummaryWriter for a folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise missing_extra("a log for TensorBoard needs", "tensorboard", "train") from error
+        raise missing_extra("logging to TensorBoard needs", "tensorboard", "train") from error
     return SummaryWriter(str(folder))
 
 
 def open_wandb() -> Any:
-    """The run of wandb that has begun."""
+    """The active wandb run."""
     try:
         import wandb
     except ImportError as error:
-        raise PatchlightError("a log for Weights & Biases needs wandb: pip install wandb") from error
+        raise PatchlightError("logging to Weights & Biases needs wandb: pip install wandb") from error
     if wandb.run is None:
-        raise PatchlightError("no run of wandb has begun; call wandb.init() first")
+        raise PatchlightError("there is no active wandb run; call wandb.init() first")
     return wandb.run
 
 
@@ -85,7 +85,7 @@ def _to_tensorboard(writer: Any) -> Write:
 
 
 def _to_wandb(run: Any) -> Write:
-    """A run counts its steps by itself, and others log to it too: ours stand on an axis of their own."""
+    """Write to a wandb run with a step axis of its own, because wandb counts all logging calls as steps."""
     run.define_metric("patchlight/step")
     run.define_metric("patchlight/*", step_metric="patchlight/step")
 

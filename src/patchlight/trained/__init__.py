@@ -1,7 +1,7 @@
-"""Explainers: networks trained beside a frozen model, and what their training has in common.
+"""Trained explainers: networks that are trained beside a frozen model, and the training loop they share.
 
-An explainer gives the loop a `Learner` (`loop.py`): one step, its report, its state. Settings are a `Training`, what is
-saved is an `Explainer`.
+Each kind of explainer defines a `Learner` (one step, its report and its state), `Training` settings, and an `Explainer`
+that is saved.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The batches of a training: what a loader may give, in which order, and what is refused before any work."""
+"""The batches of a training: their form, their order, and checks before the first step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from patchlight.core.errors import PatchlightError
 
 
 def images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """The images and labels of a batch; labels are None if the loader has none."""
     if isinstance(batch, Tensor):
         return batch, None
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
@@ -24,10 +25,10 @@ def images_and_labels(batch: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def epoch_of(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """The batches of an epoch; a shuffling loader draws its order from the seed and the epoch alone."""
-    draw = int(np.random.default_rng([seed, epoch, 7]).integers(2**62))
+    """The batches of an epoch; the order of a shuffling loader depends only on the seed and the epoch."""
+    order_seed = int(np.random.default_rng([seed, epoch, 7]).integers(2**62))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(draw)
+        torch.manual_seed(order_seed)
         batches = iter(loader)
         first = next(batches, None)
     if first is not None:
@@ -36,27 +37,28 @@ def epoch_of(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
 
 
 LAST_EPOCH = 2**31
-"""The order of batches from which a last calibration or check takes its own."""
+"""The epoch number whose order of batches the measurements after the last step use."""
 
 
 def last_batches(loader: Iterable[Any], seed: int, count: int) -> Iterator[Any]:
-    """Batches for what is measured after the last step."""
+    """The batches for measurements after the last step."""
     return itertools.islice(epoch_of(loader, seed, LAST_EPOCH), count)
 
 
 def length_of(loader: Any) -> int:
+    """The number of batches of a loader."""
     try:
         return len(loader)
     except TypeError as error:
-        raise PatchlightError("the loader does not say how many batches it has; give settings with steps") from error
+        raise PatchlightError("the loader has no length; give settings with steps") from error
 
 
 def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look: int = 8) -> None:
-    """Refuse, before any work, batches of a wrong shape, labels the model has not, and data of one class."""
+    """Refuse batches of a wrong shape, labels that the model does not have, and data of a single class."""
     from patchlight.core.images import to_batch
 
     if isinstance(loader, Iterator):
-        raise PatchlightError("the loader can be walked only once; give a DataLoader, or a list of batches")
+        raise PatchlightError("the loader can be iterated only once; give a DataLoader, or a list of batches")
     found: set[int] = set()
     count, labelled = 0, True
     for batch in itertools.islice(epoch_of(loader, 0, 0), look):

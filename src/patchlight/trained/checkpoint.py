@@ -1,4 +1,4 @@
-"""What a training leaves on disk: the checkpoint, whole or not at all, and the rows of `metrics.csv`."""
+"""The files of a training: its checkpoint, which is written atomically, and `metrics.csv`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_atomic
 
 Parts = Mapping[str, Mapping[str, Tensor]]
-"""Named tensors, by the part of a training they belong to."""
+"""Tensors by name, by the part of the training they belong to."""
 
 
 def write_checkpoint(path: Path, about: Mapping[str, Any], parts: Parts) -> None:
-    """The parts, and what there is to say about them, as one safetensors file."""
+    """Write the parts of a training as one safetensors file, with `about` as JSON in its header."""
     from safetensors.torch import save
 
     tensors = {f"{a}/{b}": t.detach().cpu().contiguous() for a, part in parts.items() for b, t in part.items()}
@@ -26,7 +26,7 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], parts: Parts) -> None
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
-    """What was said, and the parts; one without tensors is empty."""
+    """Read the header and the parts of a checkpoint."""
     from safetensors import SafetensorError, safe_open
 
     parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -42,6 +42,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
 
 
 def append_metrics(path: Path, row: Mapping[str, float]) -> None:
+    """Append a report to `metrics.csv`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first = not path.exists()
     with path.open("a", encoding="utf-8") as file:
@@ -51,7 +52,7 @@ def append_metrics(path: Path, row: Mapping[str, float]) -> None:
 
 
 def cut_metrics(path: Path, step: int, restarts: int = 0) -> None:
-    """Drop what was reported after the checkpoint, and a line that was cut short."""
+    """Remove the reports after a checkpoint, and an incomplete last line."""
     if not path.is_file():
         return
     head, *rows = path.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Several devices through Accelerate: each process takes its share of the batches, and all take the same steps."""
+"""Training on several devices with Accelerate: the processes share the batches and take the same steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patchlight.core.extras import missing_extra
 
 
 class Devices:
-    """This process among those of `accelerate launch`; alone, it leaves loader and network as they are."""
+    """The processes of `accelerate launch`; a single process uses the loader and the network unchanged."""
 
     def __init__(self, vit: Anatomy) -> None:
         try:
@@ -27,16 +27,16 @@ class Devices:
             vit.model.to(self._accelerator.device)
 
     def share(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """A loader of this process's batches."""
+        """A loader of the batches of this process."""
         return loader if self._alone else self._accelerator.prepare(loader)
 
     def joined(self, network: nn.Module) -> nn.Module:
-        """The network as every step must call it, so that its gradients are those of all processes."""
+        """The network that every step calls, whose gradients are averaged over all processes."""
         return network if self._alone else self._accelerator.prepare_model(network)
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
     def mean(self, numbers: Tensor) -> Tensor:
-        """Their mean over all processes."""
+        """The mean of numbers over all processes."""
         return numbers if self._alone else self._accelerator.reduce(numbers, "mean")

@@ -1,7 +1,7 @@
-"""The loop of every training: it can be killed at any moment and resumes where it was.
+"""The training loop: an interrupted training resumes where it stopped.
 
-A learner's samples are functions of the seed and the step alone, so a checkpoint holds weights and optimiser, no random
-state. A training that has failed starts again with a seed that is a function of the first one.
+Samples depend only on the seed and the step, so a checkpoint has no random state. A failed training starts again with a
+seed that is derived from the first one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=Explainer[Any])
 Report = TypeVar("Report", bound="DataclassInstance")
-"""How far a training is: numbers, `step`, `steps` and `seconds` among them."""
+"""A progress report: numbers with `step`, `steps` and `seconds` among them."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What surrounds the steps of a training: its batches and settings, who is informed, and where it is written."""
+    """The batches, settings, callbacks and output folder of a training; `loader` has the batches of this process."""
 
     loader: Iterable[Any]
-    """This process's share of the batches."""
     settings: Training
     devices: Devices
     callback: Callable[[Any], None] | None = None
@@ -53,7 +52,7 @@ class TrainingRun:
     progress: Progress | bool = True
 
     def finish(self, kind: type[E], network: nn.Module, vit: Anatomy, result: dict[str, Any]) -> E:
-        """The explainer of what was trained, saved where the run is written."""
+        """Make the explainer, and save it to the output folder."""
         explainer = kind.of(network, vit, settings=self.settings.model_dump(), result=result)
         if self.out is not None and self.devices.main:
             explainer.save(self.out)
@@ -63,7 +62,7 @@ class TrainingRun:
 def check_training(
     kind: type[Explainer[Any]], vit: Anatomy, loader: Iterable[Any], held_out: Iterable[Any] | None, use: str
 ) -> None:
-    """Refuse, before any work, a model that cannot have such an explainer, and wrong batches; `use` is of held_out."""
+    """Refuse a model that cannot have such an explainer, and wrong batches; `use` is the purpose of `held_out`."""
     reason = kind.why_not(vit)
     if reason is not None:
         raise Unsupported(f"{kind.title} cannot be trained here: {reason}")
@@ -74,9 +73,9 @@ def check_training(
 
 @contextlib.contextmanager
 def training(vit: Anatomy, precision: Precision) -> Iterator[None]:
-    """Around a whole training: gradients are on, whatever surrounds the call, and the model is what it is now.
+    """The context of a training: gradients are enabled, and the model does not change.
 
-    Products may round to TF32 unless all is full: the gradient of a small network's weights, a narrow one, is slow
+    Matrix products may use TF32 unless the precision is full, because the gradients of narrow weights are slow
     otherwise.
     """
     with vit.steady(), torch.inference_mode(False), torch.enable_grad(), rounding(vit, precision):
@@ -84,48 +83,52 @@ def training(vit: Anatomy, precision: Precision) -> Iterator[None]:
 
 
 class Diverged(Exception):
-    """A training has failed, with the reason; raised by `Learner.step` to start again with a fresh seed."""
+    """A training has failed; raised by `Learner.step` with the reason to start again with a new seed."""
 
 
 class Learner(ABC, Generic[Report]):
-    """What is trained: a network beside a frozen model, and all that moves with it."""
+    """A network that is trained beside a frozen model, with its optimiser and other state."""
 
     network: nn.Module
     columns: tuple[str, ...]
-    """The names of what `step` returns; `loss` is one of them."""
+    """The names of the numbers that `step` returns; `loss` is one of them."""
     remedy: str
-    """What to change when the loss is not a number."""
+    """What to change if the loss is not finite."""
     report_kind: ClassVar[type[Any]]
     """The dataclass of a report: `step`, `steps`, `columns` and `seconds`."""
 
     @abstractmethod
     def step(self, batch: Any, index: int) -> Tensor:
-        """Forward, backward and optimiser for a batch, `index` batches after the first; the numbers of `columns`."""
+        """Take step `index` with a batch, and return the numbers of `columns`."""
 
     def start(self, seed: int, restarts: int) -> None:
-        """Begin again from this seed, after so many restarts; only for a learner whose `step` raises `Diverged`."""
+        """Start again with this seed; needed only if `step` raises `Diverged`."""
         raise NotImplementedError
 
     def report(self, step: int, steps: int, means: dict[str, float], seconds: float) -> Report:
-        """The report on the means of `columns` since the last one; the place to warn."""
+        """Make a report from the means of `columns` since the last one."""
         report: Report = self.report_kind(step=step, steps=steps, **means, seconds=seconds)
         return report
 
     @abstractmethod
     def state(self) -> Parts:
-        """All that `restore` needs to go on to the same weights."""
+        """Everything that `restore` needs to resume to the same weights."""
 
     @abstractmethod
     def restore(self, parts: Parts) -> None:
-        """Take up a state; a KeyError or RuntimeError where it is another model's."""
+        """Restore a state; a KeyError or RuntimeError if it belongs to another model."""
 
 
 def train_steps(learner: Learner[Report], run: TrainingRun, words: str = "training") -> dict[str, Any]:
-    """Take all steps, from the checkpoint in `run.out` on where there is one; returns the last report, by name.
+    """Take all steps, resuming from the checkpoint in `run.out`, and return the last report.
 
-    Where a training started again, `failed_attempts` beside it lists the seed, the step and the reason of each failure.
-    The progress bar is called `words`. `run.out` gets `checkpoint.safetensors` and `metrics.csv`, and TensorBoard's
-    files where the settings say so.
+    If the training started again, `failed_attempts` in the report lists the seed, step and reason of each failure.
+    `run.out` gets `checkpoint.safetensors`, `metrics.csv` and, if set, TensorBoard's files.
+
+    Args:
+        learner: What is trained.
+        run: Batches, settings and output.
+        words: The title of the progress bar.
     """
     loop = _Loop(learner, run)
     if run.out is not None:
@@ -137,17 +140,17 @@ def train_steps(learner: Learner[Report], run: TrainingRun, words: str = "traini
 
 
 def count_steps(settings: Training, loader: Iterable[Any]) -> int:
-    """How many steps a training takes in all."""
+    """The number of steps of a training."""
     return settings.steps or math.ceil(settings.epochs * length_of(loader))
 
 
 def fresh_seed(seed: int, restarts: int) -> int:
-    """The seed of a training that has started again so often; before that, its own."""
+    """The seed after a number of restarts; the first attempt uses the seed itself."""
     return int(np.random.default_rng([seed, restarts, 11]).integers(2**31)) if restarts else seed
 
 
 class _Loop(Generic[Report]):
-    """Where a run stands."""
+    """The state of a training."""
 
     def __init__(self, learner: Learner[Report], run: TrainingRun) -> None:
         self.learner, self.loader, self.settings, self.devices = learner, run.loader, run.settings, run.devices
@@ -155,10 +158,10 @@ class _Loop(Generic[Report]):
         self.steps = count_steps(run.settings, run.loader)
         self.step, self.saved, self.epoch_length = 0, 0, 0
         self.window: list[Tensor] = []
-        """What the steps since the last report returned."""
+        """The numbers of the steps since the last report."""
         self.last: dict[str, Any] = {}
         self.failed: list[dict[str, Any]] = []
-        """The attempts before this one: seed, step and reason."""
+        """Seed, step and reason of the failed attempts."""
         self.began = self.saved_at = time.monotonic()
 
     @property
@@ -166,7 +169,7 @@ class _Loop(Generic[Report]):
         return fresh_seed(self.settings.seed, len(self.failed))
 
     def go(self, tell: Update) -> None:
-        """All steps from where the run stands."""
+        """Take all remaining steps."""
         while self.step < self.steps:
             try:
                 self._epoch(tell)
@@ -174,7 +177,7 @@ class _Loop(Generic[Report]):
                 self._restart(str(failure))
 
     def _epoch(self, tell: Update) -> None:
-        """The steps that are left of an epoch."""
+        """Take the remaining steps of an epoch."""
         every = self.settings.checkpoint_steps
         epoch = self.step // self.epoch_length if self.epoch_length else 0
         position = epoch * self.epoch_length
@@ -193,11 +196,11 @@ class _Loop(Generic[Report]):
             if self.step == self.steps:
                 return
         if position == epoch * self.epoch_length:
-            raise PatchlightError("the loader gave no batch; give one that can be walked once for each epoch")
+            raise PatchlightError("the loader gave no batch; give one that can be iterated once per epoch")
         self.epoch_length = position if not self.epoch_length else self.epoch_length
 
     def _restart(self, reason: str) -> None:
-        """Begin again at step 0 with the next seed; the checkpoint records it."""
+        """Start again at step 0 with the next seed, which the checkpoint records."""
         self.failed.append({"seed": self.seed, "step": self.step + 1, "reason": reason})
         warn(f"step {self.step + 1}: {reason}; training starts again with seed {self.seed}", TrainingWarning)
         self.learner.start(self.seed, len(self.failed))
@@ -223,35 +226,35 @@ class _Loop(Generic[Report]):
         means = dict(zip(self.learner.columns, torch.stack(self.window).mean(0).tolist(), strict=True))
         loss: float = means["loss"]
         if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in self.learner.network.parameters()):
-            kept = f"; the checkpoint of step {self.saved} is kept in '{self.out}'" if self.saved else ""
-            told = f"the loss became {loss} by step {self.step}{kept}"
-            raise PatchlightError(f"{told}; check the images, or {self.learner.remedy}")
+            saved = f"; the checkpoint of step {self.saved} is in '{self.out}'" if self.saved else ""
+            advice = f"check the images, or {self.learner.remedy}"
+            raise PatchlightError(f"the loss became {loss} by step {self.step}{saved}; {advice}")
         return means
 
     def _save(self) -> None:
-        """One file, whole or not at all; nothing that is not finite is ever written."""
+        """Write the checkpoint, unless a number is not finite."""
         if self.out is None:
             return
         if self.window:
             self._finite_means()
         if self.devices.main:
-            told = torch.stack(self.window) if self.window else torch.empty(0, len(self.learner.columns))
+            window = torch.stack(self.window) if self.window else torch.empty(0, len(self.learner.columns))
             about = {"step": self.step, "settings": self.settings.fixed(), "epoch": self.epoch_length}
             about |= {"last": self.last or None, "failed_attempts": self.failed}
-            parts = {**self.learner.state(), "window": {"told": told}}
+            parts = {**self.learner.state(), "window": {"told": window}}
             write_checkpoint(self.out / "checkpoint.safetensors", about, parts)
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def resume(self, out: Path, wanted: bool) -> None:
-        """Take up the checkpoint in `out`, where there is one."""
+        """Restore the checkpoint in `out`, if there is one."""
         path, metrics = out / "checkpoint.safetensors", out / "metrics.csv"
         if not wanted or not path.is_file():
             metrics.unlink(missing_ok=True)
             return
         about, parts = read_checkpoint(path)
-        mine, theirs = self.settings.fixed(), about["settings"]
-        if mine != theirs:
-            other = ", ".join(sorted(k for k in mine if mine[k] != theirs.get(k)))
+        now, saved = self.settings.fixed(), about["settings"]
+        if now != saved:
+            other = ", ".join(sorted(k for k in now if now[k] != saved.get(k)))
             raise PatchlightError(f"'{out}' holds a run with another {other}; choose another folder, or do not resume")
         self.failed = about.get("failed_attempts", [])
         if self.failed:
@@ -259,7 +262,7 @@ class _Loop(Generic[Report]):
         try:
             self.learner.restore(parts)
         except (KeyError, RuntimeError) as error:
-            raise PatchlightError(f"the checkpoint in '{out}' was made for another model") from error
+            raise PatchlightError(f"the checkpoint in '{out}' belongs to another model") from error
         device = next(self.learner.network.parameters()).device
         self.window = list(parts["window"]["told"].to(device))
         self.step = self.saved = int(about["step"])

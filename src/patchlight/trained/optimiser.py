@@ -1,4 +1,4 @@
-"""Optimisers whose state is kept by the names of weights, as plain tensors: with a look-ahead step, with a cosine."""
+"""Optimisers with a state of plain tensors by weight name: Adam with look-ahead, and AdamW with a cosine schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def moments(optimiser: torch.optim.Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Everything that a later `restore_moments` needs, as `<weight>.<moment>`."""
+    """The state of an optimiser by `<weight>.<moment>`, for `restore_moments`."""
     return {
         f"{name}.{key}": torch.as_tensor(value).clone()
         for name, parameter in names.items()
@@ -21,17 +21,18 @@ def moments(optimiser: torch.optim.Optimizer, names: Mapping[str, nn.Parameter])
 def restore_moments(
     optimiser: torch.optim.Optimizer, names: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
 ) -> None:
+    """Restore the state that `moments` returned."""
     for key, value in state.items():
         name, _, moment = key.rpartition(".")
         parameter = names[name]
-        counts = moment == "step" and not optimiser.defaults.get("fused")  # which torch keeps on the CPU
+        counts = moment == "step" and not optimiser.defaults.get("fused")  # torch keeps these on the CPU
         optimiser.state[parameter][moment] = value.to("cpu" if counts else parameter.device).clone()
 
 
 class Lookahead:
-    """Adam with slow weights: every `every` steps slow += rate (fast - slow), and the fast ones start again from there.
+    """Adam with look-ahead: every `every` steps, slow += rate (fast - slow), and the fast weights are set to slow.
 
-    The slow copy of a weight is made at the first such step; a weight without a gradient is passed over.
+    The slow copy of a weight is made at the first such step. Weights without a gradient are skipped.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class Lookahead:
         self.slow |= {name: fast.detach().clone() for name, fast in moved.items() if name not in self.slow}
 
     def set_rates(self, factor: float) -> None:
-        """Scale every group's own rate: warm-up."""
+        """Scale the rate of every group, for warm-up."""
         for group in self.adam.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a later `restore` needs, as plain tensors by name."""
+        """The state for `restore`, as plain tensors by name."""
         slow = {f"slow.{name}": value.clone() for name, value in self.slow.items()}
         adam = {f"adam.{key}": value for key, value in moments(self.adam, self.names).items()}
         return {"taken": torch.tensor(self.taken), **slow, **adam}
@@ -76,7 +77,7 @@ class Lookahead:
 
 
 class Annealed:
-    """AdamW whose rate rises over `warmup` steps and then falls along a cosine to 0, gradients clipped at norm 1."""
+    """AdamW with warm-up, a cosine schedule to 0, and gradients clipped at norm 1."""
 
     def __init__(self, network: nn.Module, rate: float, weight_decay: float, warmup: int, steps: int) -> None:
         self.names = dict(network.named_parameters())
@@ -85,7 +86,7 @@ class Annealed:
         self.rate, self.warmup, self.steps = rate, warmup, steps
 
     def factor(self, index: int) -> float:
-        """The share of the rate at step `index`, from 0."""
+        """The factor of the rate at step `index`, from 0."""
         if index < self.warmup:
             return (index + 1) / self.warmup
         left = (index - self.warmup) / max(1, self.steps - self.warmup)
@@ -99,7 +100,7 @@ class Annealed:
         self.adam.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a later `restore` needs, as plain tensors by name."""
+        """The state for `restore`, as plain tensors by name."""
         return moments(self.adam, self.names)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""A training as a TOML recipe: the model, the data, the settings; and images on disk as a loader."""
+"""Training recipes in TOML (model, data, settings), and loaders of images on disk."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from patchlight.trained.settings import Training
 
 
 class TrainingRecipe(Spec):
-    """What every `train` command needs; each kind of explainer adds its own."""
+    """The recipe of a `train` command; each kind of explainer adds its own keys."""
 
     command: ClassVar[str] = ""
-    """`patchlight COMMAND train` takes it."""
+    """The recipe is for `patchlight COMMAND train`."""
     training_kind: ClassVar[type[Training]] = Training
     model: ModelSpec = ModelSpec(name="pocket")
     data: DataSpec | None = None
     held_out: DataSpec | None = None
-    """Images the model was not trained on; in the folder of `data` if none is named."""
+    """Images the model was not trained on; without a path, in the folder of `data`."""
     preset: str = "default"
     settings: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, given: str | Path) -> Self:
-        """The recipe in a TOML file, or the bundled one of that name; else one sentence about what is wrong with it."""
+        """Read the recipe in a TOML file, or the bundled recipe of that name."""
         return parse_as(cls, read_text(given, cls.command), str(given))
 
     def training(self, preset: str | None = None, **changes: Any) -> Any:
-        """The settings; a preset given here wins over the recipe's preset and settings, and `changes` over all."""
+        """The settings; `preset` overrides the recipe's preset and settings, and `changes` overrides both."""
         values = self.training_kind.presets.get(preset or "", {})
         return self.training_kind.preset(preset or self.preset, **{**self.settings, **values, **changes})
 
     def with_data(self, data: str | None, listed: str | None, held_out: str | None) -> Self:
-        """The recipe with the user's own images, where they are given.
+        """The recipe with the user's images.
 
         Args:
             data: `DIR` or `KIND:DIR`.
@@ -52,9 +52,7 @@ class TrainingRecipe(Spec):
         """
         images = self.data if data is None else data_at(data, self.data)
         if images is None:
-            raise PatchlightError(
-                "no images were given; name a folder of images or of CIFAR-10 with --images, or a --recipe"
-            )
+            raise PatchlightError("no images were given; use --images with a folder of images or of CIFAR-10, or --recipe")
         images = images if listed is None else images.with_list(listed)
         held = self.held_out if held_out is None else data_at(held_out, self.held_out)
         if held is not None and not held.path:
@@ -62,7 +60,7 @@ class TrainingRecipe(Spec):
         return self.model_copy(update={"data": images, "held_out": held})
 
     def loaders(self, vit: Anatomy, settings: Training, workers: int) -> tuple[Any, Any]:
-        """The batches to train on, and of the images held out where there are some."""
+        """The loaders of the training images and of the held-out images, if there are any."""
 
         def read(spec: DataSpec) -> DataLoader[Any]:
             return loader_of(open_images(spec, vit, settings.seed), vit, settings.batch_size, workers)
@@ -72,9 +70,9 @@ class TrainingRecipe(Spec):
 
 
 def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:
-    """The data at `DIR` or `KIND:DIR`, else as `spec` says.
+    """The data at `DIR` or `KIND:DIR`; all other settings are those of `spec`.
 
-    Without either, a `DIR` is CIFAR-10 where its files lie there, else a folder of images.
+    Without a kind and a `spec`, a folder with files of CIFAR-10 is CIFAR-10, and any other is a folder of images.
     """
     kind, path = kind_and_path(given)
     found = "cifar10" if _is_cifar10(Path(path)) else "folder"
@@ -82,7 +80,7 @@ def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:
 
 
 def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
-    """The images of a recipe, of CIFAR-10 those for training; refused where they have more classes than the model."""
+    """Open the images of a recipe (of CIFAR-10, the training split); an error if the model has fewer classes."""
     split = {"split": spec.options.get("split", "train")} if spec.kind == "cifar10" else {}
     data = spec.open(**split)
     known = vit.outcomes
@@ -97,7 +95,7 @@ def _is_cifar10(path: Path) -> bool:
 
 
 class _Prepared(Dataset[Any]):
-    """Samples as (image, label) pairs; images alone where a sample has no label."""
+    """Samples as (image, label) pairs, or as images if they have no label."""
 
     def __init__(self, data: Data, vit: Anatomy) -> None:
         self.data, self.preprocess, self.channels = data, vit.preprocess, vit.channels
@@ -112,7 +110,7 @@ class _Prepared(Dataset[Any]):
 
 
 def loader_of(data: Data, vit: Anatomy, batch_size: int, workers: int = 0) -> DataLoader[Any]:
-    """Shuffled whole batches of a data set, preprocessed for a model."""
+    """Shuffled full batches of a data set, preprocessed for a model."""
     if len(data) < batch_size:
         raise PatchlightError(f"data set '{data.name}' has {len(data)} images, fewer than one batch of {batch_size}")
     return DataLoader(_Prepared(data, vit), batch_size, shuffle=True, drop_last=True, num_workers=workers)

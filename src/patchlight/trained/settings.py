@@ -1,4 +1,4 @@
-"""What every training can be told: how long, from which seed, how precisely, and how often it is written down."""
+"""The settings that all trainings share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Training(BaseModel):
-    """The settings that all trained explainers share; each adds its own."""
+    """The settings that all trained explainers share; each kind adds its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: ClassVar[str] = "the training"
-    """What is trained, as errors name it."""
+    """The name of the explainer in errors."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
     """Settings by the name of a preset."""
     removed: ClassVar[frozenset[str]] = frozenset()
@@ -32,28 +32,28 @@ class Training(BaseModel):
     """Settings that may change between a checkpoint and its resumption."""
 
     steps: Count | None = None
-    """Batches in all; by default `epochs` over the data."""
+    """Number of batches; by default `epochs` over the data."""
     epochs: Positive = 1.0
     batch_size: Count = 32
     seed: int = 0
     precision: Precision = "full"
-    """Of the frozen model; the network beside it stays in float32, with TF32 products on CUDA unless full."""
+    """Precision of the frozen model. The trained network uses float32, with TF32 products on CUDA unless `full`."""
     log_every: Count = 20
     checkpoint_minutes: Positive = 5.0
     checkpoint_steps: Count | None = None
     tensorboard: bool = False
 
     def decided(self, vit: Anatomy) -> Self:
-        """The same, with the precision that `auto` comes to for this model."""
+        """The settings with the precision that `auto` stands for on this model."""
         return self.model_copy(update={"precision": chosen(self.precision, vit.device, vit.dtype)})
 
     def fixed(self) -> dict[str, Any]:
-        """The settings that a checkpoint must share with the run that takes it up."""
+        """The settings that must not change when a checkpoint is resumed."""
         return {k: v for k, v in self.model_dump().items() if k not in self.free}
 
     @classmethod
     def preset(cls, name: str = "default", **changes: Any) -> Self:
-        """The settings of a preset with some of them changed, or one sentence about the first that is wrong."""
+        """The settings of a preset with changes; an error names the first wrong setting."""
         if name not in cls.presets:
             raise PatchlightError(f"no {cls.title} preset is called '{name}'; {nearest(name, cls.presets)}")
         try:
@@ -62,7 +62,7 @@ class Training(BaseModel):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             if first["type"] == "extra_forbidden":
-                hint = "it was taken out" if key in cls.removed else nearest(key, cls.model_fields)
+                hint = "it was removed" if key in cls.removed else nearest(key, cls.model_fields)
                 message = f"{cls.title} has no setting '{key}'; {hint}"
             elif not key:
                 message = f"these settings of {cls.title} do not go together: {first['ctx']['error']}"

@@ -110,7 +110,7 @@ def test_the_bundled_model_brings_its_gates() -> None:
         ({}, "it needs gates trained for toy: train them with `patchlight diffmask train`"),
         ({"explainer": "shipped"}, "trained for pocket with 9 blocks, not 2"),
         ({"explainer": "own", "gate": 9}, "no gate 9; toy has gates 0 to 3"),
-        ({"explainer": "own", "aggregated": False}, "say which with gate"),
+        ({"explainer": "own", "aggregated": False}, "choose it with gate"),
     ],
 )
 def test_refusals(settings: dict[str, object], told: str) -> None:
@@ -124,7 +124,7 @@ def test_refusals(settings: dict[str, object], told: str) -> None:
 def test_words_that_are_no_explainer() -> None:
     with pytest.raises(PatchlightError, match="explainer is a int"):
         pl.explain(toy(), pictures(1), "diffmask", explainer=3)
-    with pytest.raises(PatchlightError, match="holds no DiffMask"):
+    with pytest.raises(PatchlightError, match="does not hold a DiffMask"):
         pl.explain(toy(), pictures(1), "diffmask", explainer="/nowhere")
     with pytest.raises(PatchlightError, match="already make one map"):
         pl.explain(toy(), pictures(1), "diffmask.plus")

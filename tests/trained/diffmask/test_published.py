@@ -240,7 +240,7 @@ def test_other_shapes_and_missing_tensors_are_named(tmp_path: Path) -> None:
         {"gate.g_hat.0.f.0.bias": torch.full((4,), torch.nan)}
     )
     assert "'gate.g_hat.0.f.0.bias' is missing" in told({"gate.g_hat.0.f.0.bias": torch.ones(4, dtype=torch.long)})
-    with pytest.raises(PatchlightError, match="holds no state_dict"):
+    with pytest.raises(PatchlightError, match="does not contain a state_dict"):
         import_gates(save([1, 2], tmp_path / "list.ckpt"), toy())
 
 

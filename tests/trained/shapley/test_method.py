@@ -81,9 +81,9 @@ def test_words_that_are_no_explainer_and_scores_that_are_no_probability() -> Non
     vit = toy()
     with pytest.raises(PatchlightError, match="explainer is a int; give a ViTShapley"):
         pl.explain(vit, pictures(1), "vit-shapley", explainer=3)
-    with pytest.raises(PatchlightError, match="holds no ViT-Shapley"):
+    with pytest.raises(PatchlightError, match="does not hold a ViT-Shapley"):
         pl.explain(vit, pictures(1), "vit-shapley", explainer="/nowhere")
-    with pytest.raises(Unsupported, match="shares out probabilities, not 'logit'"):
+    with pytest.raises(Unsupported, match="explains probabilities, not 'logit'"):
         pl.explain(vit, pictures(1), "vit-shapley", explainer=untrained(vit), score="logit")
     with pytest.raises(PatchlightError, match="has no layer maps"):
         pl.explain(vit, pictures(1), "vit-shapley.plus")

@@ -7,7 +7,7 @@
 {% endfor %}
 
 if [ "$SLURM_ARRAY_TASK_ID" = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
-  # asked for once: the report, after the whole array
+  # queue the report once, after the whole array
   {{ ask_for_report }}
 #!/bin/bash
 {% for line in setup %}
@@ -20,7 +20,7 @@ fi
 {{ run }}
 code=$?
 if [ "$code" = {{ preempted }} ]; then
-  # preempted, or out of time, with work left: what is done is kept, and the task goes on when its turn comes
+  # preempted or out of time: finished units are stored, and the task resumes when it is scheduled again
   scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi
 exit "$code"

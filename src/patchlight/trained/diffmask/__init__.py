@@ -1,7 +1,7 @@
-"""VISION DIFFMASK: gates trained beside a frozen Vision Transformer that keep the few patches its output depends on.
+"""VISION DIFFMASK: gates, trained beside a frozen Vision Transformer, that keep the patches its output depends on.
 
-`train` makes an explainer and `import_gates` reads a published one, `DiffMask.save` and `load` keep it, and method
-`diffmask` explains with it.
+`train` trains an explainer and `import_gates` reads a published one; `DiffMask.save` and `load` write and read it; the
+method `diffmask` explains with it.
 """
 
 from patchlight.core.errors import TrainingWarning

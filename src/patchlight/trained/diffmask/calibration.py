@@ -1,4 +1,4 @@
-"""Where the mask is placed: beta before the first step, and once more after the last."""
+"""Calibrates the shift beta of the gates before the first step and after the last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patchlight.trained.diffmask.watch import mask_divergence
 
 
 def calibrate(gates: Gates, h0: Tensor, states: Tensor, share: float) -> float:
-    """Set every beta_i to the one value at which the mean of prod_i P(z_i != 0) is `share`; returns it."""
+    """Set all beta_i to the value at which the mean of prod_i P(z_i != 0) is `share`, and return it."""
     with torch.no_grad():
         u = gates.locations(h0, states) - gates.beta[:, None, None].to(h0)
         low, high = -2 * gates.alpha - 20.0, 2 * gates.alpha + 20.0
@@ -31,7 +31,7 @@ def calibrate(gates: Gates, h0: Tensor, states: Tensor, share: float) -> float:
 
 @dataclass(frozen=True)
 class Finish:
-    """All gates at the end: by how much every beta_i was raised, and the divergence and kept share after that."""
+    """The last calibration: the shift of all beta_i, and the divergence and kept share after it."""
 
     shift: float
     kl: float
@@ -43,10 +43,10 @@ class Finish:
 
 @torch.no_grad()
 def finish(gates: Gates, vit: Anatomy, batches: Iterable[Tensor], margin: float, precision: Precision) -> Finish:
-    """Raise every beta_i by the least common shift at which KL + 2 standard errors <= m, for the patches above 0.5.
+    """Raise all beta_i by the smallest shift at which KL + 2 standard errors <= m if only patches above 0.5 are kept.
 
-    Training holds the limit on average over its own samples; here it holds for the mask that a map shows. Found by
-    bisection: one clean forward for each batch, and at most 12 masked ones.
+    Training enforces the limit on average over sampled masks; this enforces it for the mask that a map shows. Bisection
+    takes one clean forward and at most 12 masked forwards per batch.
     """
     observed = []
     for images in batches:

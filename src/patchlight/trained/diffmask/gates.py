@@ -1,4 +1,4 @@
-"""The gates of VISION DIFFMASK: one small network per hidden state, and the explainer made of them."""
+"""The gates of VISION DIFFMASK, one small network per hidden state, and the explainer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from patchlight.trained.explainer import Explainer
 from patchlight.zoo.pocket import HERE
 
 GRADES = 31
-"""Shifts that a graded map is the mean of."""
+"""Number of shifts that a graded map averages."""
 Map = Literal["expected", "keep", "graded"]
 
 
 class Gates(nn.Module):
     """L + 2 gates u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i, and the baseline b.
 
-    h_0 are the projected patches, h_1 .. h_L what enters the blocks, h_{L+1} what leaves the last. W1 [2D, D/4] and W2
-    [D/4, 1] are weight-normalised; beta_i is learned or constant. Prefix tokens have no gate: they are never masked.
+    h_0 are the projected patches, h_1 .. h_L the inputs of the blocks, and h_{L+1} the output of the last. W1 [2D, D/4]
+    and W2 [D/4, 1] are weight-normalised; beta_i is learned or constant. Prefix tokens have no gate and are not masked.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Gates(nn.Module):
         hidden = max(width // 4, 1)
         self.alpha = alpha
 
-        def drawn(*shape: int, fan_in: int) -> Tensor:
+        def uniform(*shape: int, fan_in: int) -> Tensor:
             return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(fan_in)
 
-        v1, v2 = drawn(count, hidden, 2 * width, fan_in=2 * width), drawn(count, 1, hidden, fan_in=hidden)
+        v1, v2 = uniform(count, hidden, 2 * width, fan_in=2 * width), uniform(count, 1, hidden, fan_in=hidden)
         self.v1, self.g1 = nn.Parameter(v1), nn.Parameter(v1.norm(dim=-1, keepdim=True))
         self.v2, self.g2 = nn.Parameter(v2), nn.Parameter(v2.norm(dim=-1, keepdim=True))
-        self.c1 = nn.Parameter(drawn(count, 1, hidden, fan_in=2 * width))
-        self.c2 = nn.Parameter(drawn(count, 1, 1, fan_in=hidden))
+        self.c1 = nn.Parameter(uniform(count, 1, hidden, fan_in=2 * width))
+        self.c2 = nn.Parameter(uniform(count, 1, 1, fan_in=hidden))
         self.beta = nn.Parameter(torch.full((count,), float(beta)), requires_grad=learn_beta)
         b = torch.randn(width, generator=generator) / math.sqrt(width) if learn_baseline else torch.zeros(width)
         self.baseline = nn.Parameter(b, requires_grad=learn_baseline)
@@ -65,10 +65,10 @@ class Gates(nn.Module):
         return len(self.baseline)
 
     def locations(self, h0: Tensor, states: Sequence[Tensor] | Tensor, first: int = 0) -> Tensor:
-        """u [S,B,P] of the gates from `first` on, for their states [S,B,P,D] and the projected patches [B,P,D].
+        """u [S,B,P] of the gates from `first`, for their states [S,B,P,D] and the projected patches [B,P,D].
 
-        States in one tensor are one batched product (few launches), in a list one product each (no copies); in a list,
-        tokens before the patches are passed over.
+        States in one tensor take one batched product (few launches); states in a list take one product each (no
+        copies), and may have prefix tokens, which are skipped.
         """
         if not isinstance(states, Tensor):
             return torch.stack([self.location(h0, x, first + i) for i, x in enumerate(states)])
@@ -115,9 +115,9 @@ def _weight(v: Tensor, g: Tensor) -> Tensor:
 def aggregate(u: Tensor, kind: Map = "expected", alpha: float = 15.0) -> Tensor:
     """One map [B,P] of locations u [S,B,P].
 
-    `expected` is prod_i E[z_i], the paper's; `keep` is prod_i P(z_i != 0), its released code's; `graded` is the mean of
-    prod_i E[z_i] over shifts of all u_i from -2 alpha to 2 alpha: the share of prices at which a patch is kept, which
-    still orders patches where the other two are 0 or 1.
+    `expected` is prod_i E[z_i], as in the paper; `keep` is prod_i P(z_i != 0), as in the released code; `graded` is the
+    mean of prod_i E[z_i] over shifts of all u_i from -2 alpha to 2 alpha: the share of prices at which a patch is kept.
+    It also orders patches for which the other two are 0 or 1.
     """
     if kind == "keep":
         return hard_concrete.log_keep_probability(u).sum(0).exp()
@@ -129,7 +129,7 @@ def aggregate(u: Tensor, kind: Map = "expected", alpha: float = 15.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the gates read of one clean forward: projected patches [B,P,D], states 0..L+1 without prefix, logits."""
+    """The gates' inputs from one clean forward: projected patches [B,P,D], states 0..L+1 without prefix, logits."""
 
     h0: Tensor
     states: list[Tensor]
@@ -137,33 +137,33 @@ class Seen:
 
 
 def observe(vit: Anatomy, images: Tensor) -> Seen:
-    """One clean forward without gradients: the L + 2 states and the logits, in float32 or wider."""
-    found: list[Tensor] = []
-    with torch.no_grad(), vit.projecting(found.append):
+    """Run one clean forward without gradients: the L + 2 states and the logits, in float32 or wider."""
+    projected: list[Tensor] = []
+    with torch.no_grad(), vit.projecting(projected.append):
         tokens = vit.embed(images)
         states = [tokens]
         for index in range(vit.depth):
             states.append(vit.block(index, states[-1]))
         logits = vit.readout(states[-1])
     wide = torch.promote_types(vit.dtype, torch.float32)
-    h0 = found[0].to(wide).contiguous()
+    h0 = projected[0].to(wide).contiguous()
     return Seen(h0, [h0, *(s[:, vit.prefix :].to(wide) for s in states)], logits.to(wide))
 
 
 def masked_logits(vit: Anatomy, images: Tensor, patches: Tensor) -> Tensor:
-    """The logits with `patches` [B,P,D] in place of the projected ones; prefix tokens and positions join as ever."""
+    """The logits with `patches` [B,P,D] instead of the projected patches."""
     with vit.projecting(lambda clean: patches.to(clean)):
         tokens = vit.embed(images)
     return vit.readout(vit.run(tokens)).to(patches)
 
 
 def new_gates(vit: Anatomy, seed: int = 0, **options: Any) -> Gates:
-    """Fresh gates for a model, drawn from `seed` alone."""
+    """New gates for a model, initialised from `seed`."""
     return Gates(vit.depth + 2, vit.width, seed=seed, **options).to(vit.device)
 
 
 class DiffMask(Explainer[Gates]):
-    """A trained explainer: the gates, what model they were made for, and how they were trained."""
+    """A trained DiffMask explainer: the gates, the model they were trained for, and how they were trained."""
 
     kind, weights, title, format = "diffmask", "gates", "DiffMask", 2
     command, need, shipped = "diffmask", ("gates", "them"), HERE / "pocket-diffmask"
@@ -195,5 +195,5 @@ class DiffMask(Explainer[Gates]):
 
 
 def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:
-    """Read an explainer; with a model, refuse one that was made for another."""
+    """Read an explainer; with a model, an explainer that was trained for another model is refused."""
     return DiffMask.read(folder, vit)

@@ -1,4 +1,4 @@
-"""The Hard Concrete distribution of DiffMask's gates: a stretched binary Concrete, folded onto [0, 1] (z = 1 never)."""
+"""The Hard Concrete distribution of DiffMask's gates: a stretched binary Concrete, clamped to [0, 1]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TEMPERATURE, LOW, HIGH = 0.2, -0.2, 1.0
-"""tau, l and r: s in (0, 1) is stretched to (l, r) and clamped, so that z = 0 has mass and z = 1 has none."""
+"""tau, l and r: s in (0, 1) is stretched to (l, r) and clamped, so P(z = 0) > 0 and P(z = 1) = 0."""
 SHIFT = TEMPERATURE * math.log(-LOW / HIGH)
 
 
@@ -31,7 +31,8 @@ def sample_product(u: Tensor, uniform: Tensor) -> Tensor:
 class _SampleProduct(torch.autograd.Function):
     """d prod_j z_j / d u_i = (prod_j z_j / z_i) (r - l) s_i (1 - s_i) / tau where z_i > 0, else 0.
 
-    The gradient of `Tensor.prod` waits for the device to count zeros; here none is needed, as a z_i of 0 has none.
+    The gradient of `Tensor.prod` synchronises with the device to count zeros. It is not needed here, because a z_i of 0
+    has no gradient.
     """
 
     @staticmethod
@@ -56,7 +57,7 @@ def log_keep_probability(u: Tensor) -> Tensor:
 def expected(u: Tensor) -> Tensor:
     """E[z] = integral_0^1 P(z > t) dt = (r - l) integral_{-l/(r-l)}^1 sigmoid(u - tau logit y) dy.
 
-    With y = sigmoid(x) the integrand is smooth and falls like exp(-x); 24 Gauss-Legendre nodes give 1e-6.
+    With y = sigmoid(x) the integrand is smooth and falls like exp(-x); 24 Gauss-Legendre nodes give an error of 1e-6.
     """
     shifts, weights = _nodes_on(u.device, u.dtype)
     return torch.sigmoid(u[..., None] - shifts) @ weights
@@ -64,7 +65,7 @@ def expected(u: Tensor) -> Tensor:
 
 @cache
 def _nodes_on(device: torch.device, dtype: torch.dtype, count: int = 24, last: float = 16.0) -> tuple[Tensor, Tensor]:
-    """tau times the nodes x from y = -l / (r - l) on, and weights w y (1 - y) that sum to one (E[z] -> 1), as u is."""
+    """tau times the nodes x from y = -l / (r - l), and weights w y (1 - y), normalised so that E[z] tends to 1."""
     first = math.log(-LOW / HIGH)
     x, w = np.polynomial.legendre.leggauss(count)
     x = first + (x + 1) * (last - first) / 2

@@ -1,4 +1,4 @@
-"""The method `diffmask`: the map of trained gates, read in the same forward as every other white-box method."""
+"""The method `diffmask`: the map of trained gates, computed in the same forward as other white-box methods."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if gate is not None and not 0 <= gate <= last:
         return f"there is no gate {gate}; {vit.name} has gates 0 to {last}"
     if gate is None and not settings["aggregated"]:
-        return "aggregated=False shows one gate; say which with gate"
+        return "aggregated=False shows one gate; choose it with gate"
     return None
 
 
 def _in_pass(h0: Tensor) -> bool:
-    """Whether each gate works on its state inside the pass (nothing is kept), or all in one product (few launches)."""
+    """Whether gates run inside the pass (no states are stored), or together after it (few launches)."""
     return h0.device.type == "cpu"
 
 
@@ -38,11 +38,11 @@ def _product(
     """The product of the gates of all blocks as a map [B,N].
 
     Args:
-        explainer: A `pl.diffmask.DiffMask` or the folder of one; None: the one that comes with the bundled model.
-        map: "expected": m = prod_i E[z_i]. "keep": prod_i P(z_i != 0), as the released code. "graded": the mean of m
-            over shifts of all u_i, which orders patches that m keeps or masks alike.
-        gate: The gate at which the product stops; None: the last.
-        aggregated: Whether gates are multiplied; else `gate` is shown alone.
+        explainer: A `pl.diffmask.DiffMask` or its folder; None: the explainer of the bundled model.
+        map: "expected": m = prod_i E[z_i]. "keep": prod_i P(z_i != 0), as in the released code. "graded": the mean of m
+            over shifts of all u_i, which also orders patches that m keeps or masks entirely.
+        gate: The last gate of the product; None: all gates.
+        aggregated: Whether gates are multiplied; otherwise `gate` is shown alone.
     """
     blocks = [maps.values[block] for block in sorted(maps.values)]
     h0 = blocks[0][0]
@@ -76,7 +76,7 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     The map is in [0, 1]. One forward pass.
 
     Args:
-        explainer: A `pl.diffmask.DiffMask` or the folder of one; None: the one that comes with the bundled model.
+        explainer: A `pl.diffmask.DiffMask` or its folder; None: the explainer of the bundled model.
     """
     states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
     if not _in_pass(b.p):

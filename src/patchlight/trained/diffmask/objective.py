@@ -1,4 +1,4 @@
-"""What the gates are trained for: keep few patches, subject to an output distribution that stays the same."""
+"""The training objective of the gates: keep few patches while the output distribution stays the same."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Update = Literal["ascent", "descent"]
 
 
 def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) -> Tensor:
-    """How much is kept [B], from sum_i log P(z_i != 0) [B,P]; k = prod_i P(z_i != 0) is its exponential.
+    """The penalty on kept patches [B], from log k = sum_i log P(z_i != 0) [B,P].
 
-    `count` is the paper's L0, the expected number of patches that are not masked: the sum of k over patches, whatever
-    the floor. `log-keep` is the mean of log(floor + k); the released code has no floor. Without one, patches that are
-    long shut take all of the gradient and patches that are wide open get none.
+    `count` is the paper's L0, the expected number of patches that are not masked: the sum of k over patches. `log-keep`
+    is the mean of log(floor + k); the released code has no floor. Without a floor, closed patches get all of the
+    gradient and open patches get none.
     """
     if kind == "count":
         return log_keep.exp().sum(-1)
@@ -31,9 +31,9 @@ def penalty(log_keep: Tensor, kind: Penalty = "log-keep", floor: float = 0.0) ->
 
 
 class Multipliers:
-    """One Lagrange multiplier lambda_k per last gate k, between bounds (`high` None: no upper one).
+    """One Lagrange multiplier lambda_k per last gate k, between `low` and `high` (None: no upper bound).
 
-    `ascent`: Adam's step up the Lagrangian. `descent`: Adam's step down it, what the released code does.
+    `ascent` moves up the Lagrangian with Adam; `descent` moves down, as in the released code.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Multipliers:
 
     @torch.no_grad()
     def step(self, k: int, kl: Tensor, margin: float) -> None:
-        """Move lambda_k after a batch whose mean divergence was `kl`."""
+        """Update lambda_k after a batch with mean divergence `kl`."""
         value = self.values[k]
         for other in self.values:
             other.grad = None

@@ -1,8 +1,8 @@
-"""Gate checkpoints that the authors of VISION DIFFMASK published: tensors and numbers are read, no code is ever run.
+"""Reads the gate checkpoints that the authors of VISION DIFFMASK published, without running code from the file.
 
-Their files are PyTorch Lightning checkpoints, zip files with a pickle that also names classes of other packages (the
-configuration of the ViT is one of the hyper-parameters). Here such a name becomes an empty stand-in and is never
-imported, and a name from any other package is refused.
+The files are PyTorch Lightning checkpoints: zip files with a pickle that also names classes of other packages, such as
+the configuration of the ViT. Such a name becomes an empty object and is not imported; names of unexpected packages are
+refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.trained.diffmask.gates import DiffMask, new_gates
 
 LONGEST_PICKLE = 16 * 2**20
-"""Bytes that the pickle in a checkpoint may have; tensors are stored beside it."""
+"""Maximum size of the pickle in bytes; tensors are stored separately."""
 HARMLESS = {"torch", "collections", "transformers", "pytorch_lightning", "lightning", "numpy", "pathlib", "argparse"}
-"""Packages whose classes may be named in a checkpoint; none of them is imported for it."""
+"""Packages whose classes a checkpoint may name; they are not imported."""
 CONTAINERS = {"dict", "list", "set", "frozenset", "object"}
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -39,15 +39,15 @@ STORAGES = {
 
 
 def import_gates(file: str | Path, vit: Anatomy, alpha: float | None = None) -> DiffMask:
-    """Read the gates of a checkpoint of the authors' code, for the model that they were trained on.
+    """Read the gates in a checkpoint of the authors' code.
 
-    The map of their code is `map="keep"`. The checkpoint does not say which weights of the model it belongs to, so
-    whether the model is the right one is not checked beyond the shapes.
+    Their code shows the map `map="keep"`. A checkpoint does not identify the weights of its model, so only
+    shapes are checked.
 
     Args:
         file: A checkpoint (`.ckpt`, a zip file of `torch.save`), or its tensors under the same names (`.safetensors`).
-        vit: The model.
-        alpha: Scale of the gates' stretch, `mul_activation` in the checkpoint; necessary where the file has none.
+        vit: The model that the gates were trained for.
+        alpha: Scale of the gates' stretch, `mul_activation` in the checkpoint; required if the file does not have it.
     """
     path = Path(file)
     reason = DiffMask.why_not(vit)
@@ -66,7 +66,7 @@ def import_gates(file: str | Path, vit: Anatomy, alpha: float | None = None) -> 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds: how to read a tensor, its shape by name, and two of the hyper-parameters."""
+    """The tensors of a file (shapes, and a function that reads one) and two of its hyper-parameters."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def layout(gates: int, width: int) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
-    """By the checkpoint's names: which of our tensors it is part of, of which gate (None: all), and its shape."""
+    """By name in the checkpoint: the tensor of `Gates` that it is part of, its gate (None: all), and its shape."""
     hidden = max(width // 4, 1)
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
         "f.0.weight_v": ("v1", (hidden, 2 * width)),
@@ -93,7 +93,7 @@ def layout(gates: int, width: int) -> dict[str, tuple[str, int | None, tuple[int
 
 
 def _gates(found: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor]:
-    """The checkpoint's tensors as `Gates` has them, once all names and shapes have been checked."""
+    """The state of `Gates` from a checkpoint, after a check of all names and shapes."""
     count = vit.depth + 2
     wanted = layout(count, vit.width)
     here = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in found.shapes)
@@ -145,7 +145,7 @@ def _number(value: Any) -> float | None:
 
 
 def _multipliers(shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> list[float]:
-    """The Lagrange multipliers at the end of their training, which their code calls alpha."""
+    """The Lagrange multipliers at the end of the training, which the authors' code calls alpha."""
     names = (f"alpha.{i}" for i in range(len(shapes)))
     return [value for name in names if shapes.get(name) == () and math.isfinite(value := float(read(name)))]
 
@@ -157,7 +157,7 @@ class _Storage(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Where a tensor lies: its storage, and which part of it."""
+    """The place of a tensor: its storage, and which part of it."""
 
     storage: _Storage
     offset: int
@@ -166,7 +166,7 @@ class _Stored(NamedTuple):
 
 
 class _Archive:
-    """The records of a zip file of torch.save; one sentence for whatever is wrong with it."""
+    """The records of a zip file of torch.save; errors are PatchlightErrors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,7 +196,7 @@ class _Archive:
             return f"{self.root}{name}" in archive.namelist()
 
     def read(self, name: str, limit: int) -> bytes:
-        """A record of at most `limit` bytes; none is read that is compressed or longer than the file."""
+        """Read a record of at most `limit` bytes; compressed records, and records longer than the file, are refused."""
         with self._open() as archive:
             info = archive.getinfo(f"{self.root}{name}")
             size, most = info.file_size, min(limit, self.path.stat().st_size)
@@ -211,7 +211,7 @@ def _read_zip(path: Path) -> Checkpoint:
     archive = _Archive(path)
     content = _unpickle(archive.read("data.pkl", LONGEST_PICKLE), path)
     if not isinstance(content, dict):
-        raise PatchlightError(f"'{path}' holds no state_dict")
+        raise PatchlightError(f"'{path}' does not contain a state_dict")
     state, said = content.get("state_dict", content), content.get("hyper_parameters")
     items = state.items() if isinstance(state, dict) else ()
     stored = {name: value for name, value in items if isinstance(name, str) and isinstance(value, _Stored)}
@@ -225,7 +225,7 @@ def _read_zip(path: Path) -> Checkpoint:
 
 
 def _unpickle(data: bytes, path: Path) -> Any:
-    """What a pickle of torch.save holds, its tensors as `_Stored`."""
+    """The content of a pickle of torch.save, with tensors as `_Stored`."""
     try:
         _check_opcodes(data)
         return _Tensors(io.BytesIO(data)).load()
@@ -236,11 +236,11 @@ def _unpickle(data: bytes, path: Path) -> Any:
 
 
 class _Refused(Exception):
-    """What is in a pickle that should not be there."""
+    """A pickle contains something that is not allowed."""
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse what torch.save never writes and what could ask for more memory than the file has bytes."""
+    """Refuse opcodes that torch.save does not write or that could allocate more memory than the file has bytes."""
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.proto > 2 or opcode.name.startswith(("EXT", "INST", "OBJ")):
             raise _Refused(f"its pickle uses {opcode.name}, which torch.save does not write")
@@ -249,7 +249,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 class _Tensors(pickle.Unpickler):
-    """An unpickler that calls nothing but the functions below: tensors become `_Stored`, other objects `_Inert`."""
+    """An unpickler that calls only the functions below: tensors become `_Stored`, other objects `_Inert`."""
 
     def find_class(self, module: str, name: str) -> Any:
         functions: dict[tuple[str, str], Any] = {  # new ones for each name: a pickle may set their attributes
@@ -273,7 +273,7 @@ class _Tensors(pickle.Unpickler):
 
 
 class _Inert(dict[Any, Any]):
-    """Stands in for an object of another package: it keeps items, and does nothing."""
+    """Replaces an object of another package: a dictionary without behaviour."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -288,7 +288,7 @@ class _Inert(dict[Any, Any]):
 
 
 def _stored(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _Stored | None:
-    """A tensor's place; None for one of a type that gates do not have."""
+    """The place of a tensor; None for a number type that gates do not have."""
     if not isinstance(storage, _Storage):
         return None
     if not all(isinstance(n, int) and n >= 0 for n in (offset, *shape, *strides)):
@@ -297,7 +297,7 @@ def _stored(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _St
 
 
 def _tensor(archive: _Archive, name: str, where: _Stored) -> Tensor:
-    """A tensor of the zip file, after a check that all of it is there."""
+    """Read a tensor of the zip file after a check of its size."""
     count, storage = math.prod(where.shape), where.storage
     if where.strides != _contiguous(where.shape) or where.offset + count > storage.length:
         raise PatchlightError(f"'{archive.path}' is damaged: '{name}' does not lie within its storage")
@@ -310,5 +310,5 @@ def _tensor(archive: _Archive, name: str, where: _Stored) -> Tensor:
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

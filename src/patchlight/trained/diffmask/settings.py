@@ -1,4 +1,4 @@
-"""How DiffMask is trained: the settings with their presets, and what a training reports."""
+"""The settings of a DiffMask training with their presets, and its progress reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PUBLISHED: dict[str, Any] = {
     "finish": 0,
     "restarts": 0,
 }
-"""What the text and the released code have in common."""
+"""Settings that the paper's text and the released code share."""
 _PAPER: dict[str, Any] = {
     **_PUBLISHED,
     "epochs": 25,
@@ -47,9 +47,9 @@ _AUTHORS: dict[str, Any] = {
 
 
 class DiffMaskSettings(Training):
-    """How DiffMask is trained.
+    """The settings of a DiffMask training.
 
-    The defaults are ours; the preset `paper` is the paper's text, and `authors` the code that the authors released.
+    The defaults are ours; the preset `paper` follows the paper's text, and `authors` the released code.
     """
 
     title: ClassVar[str] = "DiffMask"
@@ -68,12 +68,12 @@ class DiffMaskSettings(Training):
     baseline: Literal["learned", "zero"] = "learned"
     """What replaces a masked patch: a learned vector, or zeros."""
     margin: Positive = 0.1
-    """m: the divergence allowed."""
+    """m: the maximum divergence."""
     penalty: Penalty = "log-keep"
     """`count`: the paper's L0, the sum over patches of k = prod_i P(z_i != 0). `log-keep`: mean of log(floor + k)."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """For `log-keep`. With 0, as in the released code, shut patches are pushed further and so ordered, but some patches
-    that do not matter can stay open for good."""
+    """For `log-keep`. With 0, as in the released code, closed patches are pushed further and thereby ordered, but some
+    patches that do not matter can stay open."""
     gates: Literal["half", "prefix", "weighted", "all"] = "half"
     """The gates a batch uses: `all` as in the paper's text, `prefix` 0 .. k for a random k as in the released code,
     `weighted` the same with finished gates sampled less often, `half` all of them for half of the batches."""
@@ -88,8 +88,8 @@ class DiffMaskSettings(Training):
     lambda_rate: Positive = 0.3
     """Adam's learning rate of lambda."""
     prices: Annotated[float, Field(ge=1)] = 10.0
-    """Every second image is trained at another price: lambda times a factor from 1/prices to prices, and its gates
-    shifted with it. So u grades patches by the price at which they are kept, and no gate stays shut. 1: one price."""
+    """Every second image is trained at another price: lambda times a factor from 1/prices to prices, with shifted
+    gates. So u orders patches by the price at which they are kept, and no gate stays closed. 1: one price."""
     gate_rate: Positive | None = None
     """Adam's learning rate of the gates; by default 5e-4 up to a width of 256, times (256 / width)^2 beyond."""
     baseline_rate: Positive | None = None
@@ -97,10 +97,10 @@ class DiffMaskSettings(Training):
     warmup: Annotated[int, Field(ge=0)] = 100
     """Steps over which both rates rise from 0."""
     finish: Annotated[int, Field(ge=0)] = 8
-    """Batches on which beta is set at the end: raised, where necessary, until the patches above 0.5 alone keep the mean
-    divergence, plus two standard errors, within the margin. 0 leaves beta as trained."""
+    """Number of batches for the last calibration: beta is raised until the patches above 0.5 alone keep the mean
+    divergence plus two standard errors within the margin. 0 leaves beta as trained."""
     restarts: Annotated[int, Field(ge=0)] = 2
-    """How often a training that has failed may start again with a fresh seed."""
+    """How often a failed training may start again with a new seed."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -111,21 +111,21 @@ class DiffMaskSettings(Training):
         return self
 
     def rates(self, width: int) -> tuple[float, float]:
-        """Adam's rates of the gates and of the baseline, for a model of this width.
+        """Adam's learning rates of the gates and of the baseline, for a model of this width.
 
-        The more inputs a gate has, the further a step of Adam moves it; at a width of 768 the full rates mask all.
+        The more inputs a gate has, the further a step moves it; at a width of 768 the unscaled rates mask everything.
         """
         scale = min(1.0, (256 / width) ** 2)
         return self.gate_rate or 5e-4 * scale, self.baseline_rate or 1e-2 * scale
 
 
 class DiffMaskRecipe(TrainingRecipe):
-    """Everything `patchlight diffmask train` needs; `held_out` is for the last calibration."""
+    """The recipe of `patchlight diffmask train`; `held_out` is used for the last calibration."""
 
     command: ClassVar[str] = "diffmask"
     training_kind: ClassVar[type[Training]] = DiffMaskSettings
     initial: str | None = None
-    """An explainer whose gates training begins with."""
+    """An explainer whose gates training starts from."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ class DiffMaskProgress:
     kl: float
     kept: float
     agreement: float
-    """Share of images whose prediction the mask leaves."""
+    """Share of images whose prediction the mask does not change."""
     loss: float
     multiplier: float
-    """Mean of the multipliers lambda that are in use."""
+    """Mean of the active multipliers lambda."""
     seconds: float
     restarts: int = 0
-    """How often the training has started again so far."""
+    """Number of restarts so far."""
 
 
 Callback = Callable[[DiffMaskProgress], None]

@@ -1,4 +1,4 @@
-"""Training DiffMask beside a frozen model: what a step of the shared loop does, and beta at its end."""
+"""Trains DiffMask beside a frozen model: the steps of the training loop, and the last calibration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from patchlight.trained.loop import (
 from patchlight.trained.optimiser import Lookahead
 
 SLOPE = 0.4 / math.log(10)
-"""How many alphas a factor e of the price shifts the gates: 0.4 for a factor of ten."""
+"""Shift of the gates, in units of alpha, per factor e of the price: 0.4 for a factor of ten."""
 
 
 def train(
@@ -52,25 +52,25 @@ def train(
     held_out: Iterable[Any] | None = None,
     progress: Progress | bool = True,
 ) -> DiffMask:
-    """Train gates for a frozen model on batches of images, or of (images, labels): labels are only checked.
+    """Train gates for a frozen model.
 
-    Minimise what is kept subject to KL(p_clean || p_masked) <= m: with lambda_k of the last gate k used,
-    loss = penalty + lambda_k (KL - m). A step is two forwards and one backward of the model. A training that fails
-    (the output is lost, nothing is masked, or patches that do not matter stay kept) starts again with a fresh seed, at
-    most `settings.restarts` times; the explainer's `about["result"]["failed_attempts"]` lists what happened. Under
-    `accelerate launch` every process takes its share of the batches.
+    The gates keep as few patches as possible subject to KL(p_clean || p_masked) <= m:
+    loss = penalty + lambda_k (KL - m), with the multiplier of the last gate k in use. A step takes two forwards and one
+    backward of the model. A failed training (the output is lost, nothing is masked, or patches that do not matter stay
+    open) starts again with a new seed, at most `settings.restarts` times; the explainer's
+    `about["result"]["failed_attempts"]` lists the failures. Under `accelerate launch` the processes share the batches.
 
     Args:
-        vit: The model; it stays as it is.
-        loader: Batches in model space; it is walked once per epoch.
+        vit: The model; it is not changed.
+        loader: Preprocessed batches of images or of (images, labels), iterated once per epoch; labels are only checked.
         settings: How to train; `DiffMaskSettings()` by default.
         callback: Called with a `DiffMaskProgress` every `log_every` steps.
         out: Folder for the explainer, its checkpoints and `metrics.csv`; a killed run resumes to the same weights.
-        initial: An explainer whose gates training begins with.
-        resume: Whether to resume a run that lies in `out`.
+        initial: An explainer whose gates training starts from.
+        resume: Whether to resume a training in `out`.
         held_out: Images the model was not trained on, for the last calibration; by default the training images, on
-            which a model is surer and the divergence smaller.
-        progress: As in `explain`, counted in steps.
+            which a model is more certain and the divergence smaller.
+        progress: As in `explain`, in steps.
     """
     vit = wrap(vit)
     settings = (settings or DiffMaskSettings()).decided(vit)
@@ -99,7 +99,7 @@ class MaskedBatch:
 
 
 class GateLearner(Learner[DiffMaskProgress]):
-    """Gates, their multipliers, and what moves both."""
+    """The gates, their multipliers, and the optimisers of both."""
 
     network: Gates
     columns = ("kl", "kept", "agreement", "loss")
@@ -122,7 +122,7 @@ class GateLearner(Learner[DiffMaskProgress]):
         s, vit = self.settings, self.vit
         self.seed, self.restarts = seed, restarts
         self.first_images = vit.place(images_and_labels(next(epoch_of(self.loader, seed, 0)))[0])
-        """What the first mask is calibrated and every probe is made on."""
+        """The images of the first calibration and of all probes."""
         self.network = gates = self._first_gates()
         self.joined = self.devices.joined(gates)
         self.multipliers = Multipliers(
@@ -139,7 +139,7 @@ class GateLearner(Learner[DiffMaskProgress]):
         adam = torch.optim.Adam([g for g in groups if g["params"]], fused=vit.device.type == "cuda")
         self.optimiser = Lookahead(adam, names)
         self.done = torch.zeros(3, gates.count)
-        """By gate: running agreement and kept share, and how often it was drawn; `weighted` draws read them."""
+        """By gate: running agreement and kept share, and how often it was sampled; used by `weighted`."""
         self.watch = Watch(s.margin, s.warmup, count_steps(s, self.loader))
         self.warned: set[str] = set()
 
@@ -161,9 +161,9 @@ class GateLearner(Learner[DiffMaskProgress]):
         return gates
 
     def sampled(self, images: Tensor, seen: Seen, k: int, uniform: Tensor, price: Tensor) -> MaskedBatch:
-        """The objective of a batch: penalty + lambda_k price (KL - m), image by image, with the gates 0 .. k.
+        """The objective of each image, penalty + lambda_k price (KL - m), with the gates 0 .. k.
 
-        `uniform` [k+1,B,P] in (0, 1) are the samples of the gates, `price` [B] the logarithms of the images' prices.
+        `uniform` [k+1,B,P] in (0, 1) are the samples of the gates, and `price` [B] the log prices of the images.
         """
         vit, s = self.vit, self.settings
         patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
@@ -189,24 +189,24 @@ class GateLearner(Learner[DiffMaskProgress]):
         self.optimiser.step()
         self.optimiser.adam.zero_grad(set_to_none=True)
         with torch.no_grad():
-            told = self._numbers(now, seen.logits)
-            self.multipliers.step(k, told[0], s.margin)
+            numbers = self._numbers(now, seen.logits)
+            self.multipliers.step(k, numbers[0], s.margin)
         if s.gates == "weighted":
-            self._remember(k, told)
+            self._remember(k, numbers)
         if (index + 1) % EVERY == 0 or index + 1 == self.watch.steps:
             self._probe(index + 1)
-        return told
+        return numbers
 
     def _numbers(self, now: MaskedBatch, clean: Tensor) -> Tensor:
-        """What `columns` names: means over the images at the plain price."""
+        """The numbers of `columns`: means over the images at price 1."""
         logits, kl = now.logits, now.kl
         same = (logits > 0) == (clean > 0) if self.vit.outputs.independent else logits.argmax(1) == clean.argmax(1)
         agreed = same.view(len(same), -1).to(kl).mean(1)
-        told = torch.stack([kl, now.log_keep.exp().mean(-1), agreed, now.loss])
-        return self.devices.mean((told if self.settings.prices == 1 else told[:, ::2]).mean(1).float())
+        numbers = torch.stack([kl, now.log_keep.exp().mean(-1), agreed, now.loss])
+        return self.devices.mean((numbers if self.settings.prices == 1 else numbers[:, ::2]).mean(1).float())
 
     def _probe(self, step: int) -> None:
-        """Look at the mask itself; a failure that lasts starts the training again, or is warned of once."""
+        """Probe the mask; a lasting failure starts the training again, or gives one warning."""
         s, vit, images = self.settings, self.vit, self.first_images
         sums = probe_sums(self.network, vit, images, s.margin, self.generator, s.precision)
         now = read_probe(self.devices.mean(sums.float()), len(images))
@@ -220,14 +220,14 @@ class GateLearner(Learner[DiffMaskProgress]):
         warn(f"step {step}: {FAILURES[failure]} ({numbers})", TrainingWarning)
 
     def _prices(self, count: int, generator: torch.Generator) -> Tensor:
-        """The logarithm of every image's price [B]: 0 for the even ones, uniform for the odd."""
+        """The log price of each image [B]: 0 for even indices, uniform for odd ones."""
         drawn = torch.rand(count, generator=generator, device=self.vit.device)
         price = (drawn * 2 - 1) * math.log(self.settings.prices)
         price[::2] = 0
         return price
 
     def draw(self, rng: np.random.Generator) -> int:
-        """The last gate k of a batch."""
+        """Sample the last gate k of a batch."""
         shares = self._shares()
         if self.settings.gates == "weighted":
             agreement, kept, drawn = self.done.numpy()
@@ -235,7 +235,7 @@ class GateLearner(Learner[DiffMaskProgress]):
         return int(rng.choice(len(shares), p=shares / shares.sum()))
 
     def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """How often each k is the last gate of a batch."""
+        """The probability of each k to be the last gate of a batch."""
         count = self.network.count
         shares = np.full(count, 1 / count)
         if self.settings.gates in ("half", "all"):
@@ -243,8 +243,8 @@ class GateLearner(Learner[DiffMaskProgress]):
             shares[-1] += 1 - shares.sum()
         return shares
 
-    def _remember(self, k: int, told: Tensor, decay: float = 0.9) -> None:
-        new = torch.stack([told[2], told[1]]).cpu()
+    def _remember(self, k: int, numbers: Tensor, decay: float = 0.9) -> None:
+        new = torch.stack([numbers[2], numbers[1]]).cpu()
         self.done[:2, k] = torch.where(self.done[2, k] > 0, decay * self.done[:2, k] + (1 - decay) * new, new)
         self.done[2, k] += 1
 
@@ -270,9 +270,9 @@ class GateLearner(Learner[DiffMaskProgress]):
         self.watch.state = parts["watch"]["state"]
 
     def finish(self, loader: Iterable[Any]) -> Finish | None:
-        """The last calibration, which the checkpoint does not hold: a longer run goes on from gates as trained.
+        """Run the last calibration. The checkpoint does not contain it, so a longer training resumes without it.
 
-        Several processes all read the same batches, and so agree.
+        All processes read the same batches, so their results agree.
         """
         vit, s = self.vit, self.settings
         if s.finish == 0:
@@ -280,6 +280,6 @@ class GateLearner(Learner[DiffMaskProgress]):
         batches = (vit.place(images_and_labels(batch)[0]) for batch in last_batches(loader, s.seed, s.finish))
         done = finish(self.network, vit, batches, s.margin, s.precision)
         if done.shift > 0 and done.kept > 0.99 and self.optimiser.taken >= 200:
-            told = f"{done.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
-            warn(f"{told}: train longer, or raise margin", TrainingWarning)
+            reason = f"{done.kept:.1%} of the patches must be kept to hold the margin {s.margin:g}"
+            warn(f"{reason}: train longer, or raise margin", TrainingWarning)
         return done

@@ -1,4 +1,4 @@
-"""Whether a training of DiffMask has failed, judged by the mask that its gates give now and then."""
+"""Detects a failed DiffMask training from probes of its mask."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from patchlight.evidence.precision import Precision, casting
 from patchlight.trained.diffmask.gates import Gates, Seen, aggregate, masked_logits, observe
 
 EVERY = 50
-"""Steps between two probes."""
+"""Number of steps between two probes."""
 FIRST = 200
-"""Steps before a probe counts: many trainings begin by opening or shutting every gate."""
+"""Steps before a probe counts: many trainings first open or close every gate."""
 LONGEST = 1000
-"""Steps after which a failure that lasts is one, however long the training is."""
+"""Maximum number of steps for which a failure may last."""
 TRIES = 4
-"""Kept patches of an image that a probe tries to mask, one at a time."""
+"""Number of kept patches per image that a probe masks, one at a time."""
 SPARE = 0.1
-"""The share of images with a spare patch above which too much is kept."""
+"""Share of images with an unnecessary patch above which too much is kept."""
 FALL = 0.05
-"""The part by which the kept share, or a divergence that is too high, must fall to count as progress."""
+"""Relative decrease of the kept share, or of a high divergence, that counts as progress."""
 
 FAILURES = {
     "lost": "the mask loses the output: lower gate_rate and baseline_rate (the wider the model, the lower), or raise "
@@ -32,22 +32,22 @@ FAILURES = {
     "stuck": "patches that do not matter stay kept though the divergence is far below the margin: raise floor, or "
     "lower alpha or lambda_start",
 }
-"""Why a training has failed, and what to change."""
+"""Kinds of failures, and what to change."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The mask of all gates on the batch that is probed, means over its images."""
+    """The mask of all gates on the probed batch, as means over its images."""
 
     kl: float
     error: float
     """The standard error of `kl`."""
     kept: float
     spare: float
-    """The share of images on which one of a few kept patches, chosen at random, can be masked within the margin."""
+    """Share of images on which one of a few random kept patches can be masked within the margin."""
 
     def failure(self, margin: float) -> str | None:
-        """Which of `FAILURES` this mask shows."""
+        """The failure that this mask shows, one of `FAILURES`; None without a failure."""
         if self.kl - 2 * self.error > 10 * margin or (self.kept < 0.01 and self.kl > 2 * margin):
             return "lost"
         if self.kept > 0.99:
@@ -56,7 +56,7 @@ class Probe:
 
 
 def mask_divergence(gates: Gates, vit: Anatomy, images: Tensor, seen: Seen, mask: Tensor) -> Tensor:
-    """KL(p_clean || p_masked) [B] where the patches outside `mask` [B,P] are the baseline."""
+    """KL(p_clean || p_masked) [B] if the patches outside `mask` [B,P] are replaced by the baseline."""
     patches = torch.where(mask[..., None], seen.h0, gates.baseline.to(seen.h0))
     return kl_divergence(seen.logits, masked_logits(vit, images, patches), vit.outputs)
 
@@ -70,9 +70,9 @@ def probe_sums(
     generator: torch.Generator,
     precision: Precision,
 ) -> Tensor:
-    """Means over a batch of KL, its square, the kept share and images with a spare patch, for `read_probe`.
+    """Means over a batch of KL, its square, the kept share and images with an unnecessary patch, for `read_probe`.
 
-    One clean forward, and one masked forward for the mask and for each try.
+    It takes one clean forward, and one masked forward for the mask and for each try.
     """
     with casting(vit, precision):
         seen = observe(vit, images)
@@ -89,7 +89,7 @@ def probe_sums(
 
 
 def read_probe(means: Tensor, images: int) -> Probe:
-    """The probe whose means `probe_sums` gave for so many images."""
+    """The probe from the means of `probe_sums` over a number of images."""
     kl, square, kept, spare = means.tolist()
     return Probe(kl, (max(square - kl**2, 0.0) / images) ** 0.5, kept, spare)
 
@@ -97,19 +97,19 @@ def read_probe(means: Tensor, images: int) -> Probe:
 class Watch:
     """Follows the probes of one training.
 
-    A failure counts once it has lasted for a fifth of the training, at least 200 steps and at most 1,000, in which what
-    should fall (the divergence of a mask that loses the output, else the kept share) did not. A mask that loses the
-    output at the last step is a failure at once.
+    A failure counts if it lasts for a fifth of the training (200 to 1,000 steps) without progress: the divergence of a
+    mask that loses the output, or else the kept share, did not fall. A mask that loses the output at the last step
+    counts at once.
     """
 
     def __init__(self, margin: float, warmup: int, steps: int) -> None:
         self.margin, self.first, self.steps = margin, max(2 * warmup, FIRST), steps
         self.patience = min(max(FIRST, steps // 5), LONGEST)
         self.state = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)
-        """The failure that the last probes show (its place in FAILURES, or -1), since when, and what should fall."""
+        """Index of the present failure in FAILURES (or -1), its first step, and the number that should fall."""
 
     def add(self, step: int, probe: Probe) -> str | None:
-        """Take in the probe of a step; returns the failure that has lasted too long, if there is one."""
+        """Add the probe of a step, and return a failure that has lasted too long, if there is one."""
         name = probe.failure(self.margin) if step >= self.first else None
         if name == "lost" and step >= self.steps:
             return name

@@ -1,7 +1,7 @@
-"""ViT-Shapley: a network trained to give the Shapley values of all patches for all classes in one forward.
+"""ViT-Shapley: a network trained to predict the Shapley values of all patches for all classes in one forward.
 
-`train` makes an explainer (a surrogate first, then the network), `ViTShapley.save` and `load` keep it, and method
-`vit-shapley` explains with it.
+`train` trains an explainer (first a surrogate, then the network); `ViTShapley.save` and `load` write and read it; the
+method `vit-shapley` explains with it.
 """
 
 from patchlight.trained.shapley.networks import ViTShapley, load

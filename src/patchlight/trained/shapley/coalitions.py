@@ -1,4 +1,4 @@
-"""The coalitions of a training: those of the Shapley kernel, and those of a surrogate's masks."""
+"""Samples the coalitions of a training: those of the Shapley kernel, and the masks of a surrogate."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Coalitions = Literal["kernel", "binomial", "code"]
 
 
 def draw_pairs(count: int, masks: int, players: int, kind: Coalitions, generator: torch.Generator) -> Tensor:
-    """Coalitions z [count,masks,d] (True: takes part) for each image, every second the complement of the one before.
+    """Sample coalitions z [count,masks,d] (True: member) per image; every second is the complement of the previous.
 
-    `kernel`: the size k has P(k) proportional to 1 / (k (d - k)), 0 < k < d, then a subset of that size, uniformly.
-    `binomial`: k as before, then each patch by itself with probability 1 - k / d, so that sizes scatter and the empty
-    and the full coalition occur. `code`: the same with k - 1 in the place of k.
+    `kernel`: size k with P(k) proportional to 1 / (k (d - k)), 0 < k < d, then a uniform subset of that size.
+    `binomial`: k as before, then each patch independently with probability 1 - k / d, so sizes vary, and the empty and
+    the full coalition occur. `code`: the same with k - 1 instead of k.
     """
     if kind == "kernel":
         return draw_coalitions(count * masks, players, generator).view(count, masks, players)
@@ -28,6 +28,6 @@ def draw_pairs(count: int, masks: int, players: int, kind: Coalitions, generator
 
 
 def draw_uniform(count: int, players: int, generator: torch.Generator) -> Tensor:
-    """One coalition z [count,1,d] for each image: every patch with probability u, u ~ U(0, 1) for each image."""
+    """Sample one coalition z [count,1,d] per image: every patch with probability u, u ~ U(0, 1) per image."""
     u = torch.rand(count, 1, 1, generator=generator, device=generator.device)
     return torch.rand(count, 1, players, generator=generator, device=generator.device) < u

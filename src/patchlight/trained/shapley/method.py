@@ -1,4 +1,4 @@
-"""The method `vit-shapley`: the Shapley values that a trained network gives for all patches and classes at once."""
+"""The method `vit-shapley`: Shapley values of all patches and classes, predicted by a trained network."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     surrogate and backbone are the model itself.
 
     Args:
-        explainer: A `pl.shapley.ViTShapley` or the folder of one; None: the one that comes with the bundled model.
+        explainer: A `pl.shapley.ViTShapley` or its folder; None: the explainer of the bundled model.
     """
     if ask.score != "probability":
-        raise Unsupported(f"'vit-shapley' shares out probabilities, not {ask.score!r}; leave out score")
+        raise Unsupported(f"'vit-shapley' explains probabilities, not {ask.score!r}; leave out score")
     vit, precision = ask.vit, ask.precision
     joined = ViTShapley.resolve(explainer).joined(vit)
     with torch.no_grad(), rounding(vit, precision), casting(vit, precision):
         phi = joined(ask.images).movedim(1, 2)
     rows = torch.arange(len(phi), device=phi.device)[:, None]
-    found = phi[rows, ask.targets.index.to(phi.device)]
+    values = phi[rows, ask.targets.index.to(phi.device)]
     if ask.targets.against is not None:
-        found = found - phi[rows, ask.targets.against.to(phi.device)]
-    return found.reshape(*found.shape[:2], *vit.grid)
+        values = values - phi[rows, ask.targets.against.to(phi.device)]
+    return values.reshape(*values.shape[:2], *vit.grid)

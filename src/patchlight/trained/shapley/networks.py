@@ -1,4 +1,4 @@
-"""What ViT-Shapley trains: changes to copies of a model, the layers behind one of them, and the explainer of both."""
+"""The networks of ViT-Shapley: changed copies of a model, the layers that predict the values, and the explainer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from patchlight.zoo.pocket import HERE
 
 
 class Change(nn.Module):
-    """What a trained copy of a model adds to its weights: l r of low rank, or a whole tensor, by the weight's name.
+    """The trained additions to a model's weights, by weight name: a low-rank product `left @ right`, or a full tensor.
 
-    Names stand with / for their dots.
+    Names have / instead of dots.
     """
 
     def __init__(self, whole: Mapping[str, Tensor], left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
@@ -35,11 +35,11 @@ class Change(nn.Module):
 
     @classmethod
     def new(cls, weights: Mapping[str, Tensor], lowered: Iterable[str], rank: int | None, seed: int) -> Change:
-        """No change yet of `weights`: those in `lowered` by matrices of this rank, where that is the smaller thing."""
+        """A zero change of `weights`; those in `lowered` get matrices of this rank if that takes fewer numbers."""
         generator = torch.Generator().manual_seed(seed)
-        asked, whole, left, right = set(lowered), {}, {}, {}
+        low_rank, whole, left, right = set(lowered), {}, {}, {}
         for name, value in weights.items():
-            if rank is None or name not in asked or value.ndim != 2 or rank * sum(value.shape) >= value.numel():
+            if rank is None or name not in low_rank or value.ndim != 2 or rank * sum(value.shape) >= value.numel():
                 whole[name] = torch.zeros(value.shape)
                 continue
             rows, columns = value.shape
@@ -53,18 +53,18 @@ class Change(nn.Module):
 
     @property
     def empty(self) -> bool:
-        """Whether it changes nothing: the model itself."""
+        """Whether it changes nothing."""
         return not self.whole and not self.left
 
     def added(self) -> dict[str, Tensor]:
-        """By the weight's name, what is added to it."""
-        with torch.autocast(self.device, enabled=False):  # in full, as it will be in the end
+        """The additions by weight name."""
+        with torch.autocast(self.device, enabled=False):  # in full precision, as in the finished explainer
             low = {name: self.left[name] @ self.right[name] for name in self.left}
         return {name.replace("/", "."): value for name, value in [*self.whole.items(), *low.items()]}
 
     @staticmethod
     def read(tensors: Mapping[str, Tensor]) -> Change:
-        """The change of a state that was saved."""
+        """Read a change from a saved state."""
         parts: dict[str, dict[str, Tensor]] = {"whole": {}, "left": {}, "right": {}}
         for key, value in tensors.items():
             part, _, name = key.partition(".")
@@ -73,7 +73,7 @@ class Change(nn.Module):
 
 
 class Copy:
-    """A copy of a model whose weights are the model's own and a change."""
+    """A copy of a model whose weights are the model's weights plus a change."""
 
     def __init__(self, vit: Anatomy) -> None:
         self.vit = vit.copied(vit.dtype)
@@ -88,7 +88,7 @@ class Copy:
         return {name for name, value in self.vit.net.named_parameters() if id(value) in inside}
 
     def reached(self, images: Tensor, read: Callable[[Anatomy, Tensor], Tensor]) -> dict[str, Tensor]:
-        """The weights that what is read depends on."""
+        """The weights on which the output of `read` depends."""
         leaves = {name: value.clone().requires_grad_() for name, value in self.own.items()}
         with torch.enable_grad():
             out = read(self._put(leaves), images)
@@ -97,7 +97,7 @@ class Copy:
         return {name: self.own[name] for name, g in zip(leaves, found, strict=True) if g is not None}
 
     def with_change(self, change: Change) -> Anatomy:
-        """The changed copy, gradients to the change included."""
+        """The changed copy, with gradients to the change."""
         return self._put({name: self.own[name] + value.to(self.own[name]) for name, value in change.added().items()})
 
     def _put(self, weights: Mapping[str, Tensor]) -> Anatomy:
@@ -108,7 +108,7 @@ class Copy:
 
     @torch.no_grad()
     def settled(self, change: Change) -> Anatomy:
-        """The copy with the change in its own weights, for good."""
+        """The copy with the change added to its weights permanently."""
         self._put({name: nn.Parameter(value, requires_grad=False) for name, value in self.own.items()})
         for name, value in change.added().items():
             self.own[name] += value.to(self.own[name])
@@ -124,7 +124,7 @@ def read_tokens(vit: Anatomy, images: Tensor) -> Tensor:
 
 
 class Surrogate(nn.Module):
-    """g(x, S): a changed copy of the model that says what it makes of the patches of a coalition alone."""
+    """g(x, S): a changed copy of the model that sees only the patches of a coalition."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Surrogate(nn.Module):
 
 
 class ValueBlock(nn.Module):
-    """Attention, then an MLP behind a norm, each added to what it is given."""
+    """Attention, then a norm and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class ValueBlock(nn.Module):
 class Values(nn.Module):
     """phi(x) [B,d,C] before normalisation: a changed copy's last tokens, a norm, a block, a norm, an MLP, tanh.
 
-    Prefix tokens take part in the block's attention, and are left out behind it.
+    Prefix tokens take part in the block's attention and are dropped after it.
     """
 
     def __init__(self, change: Change, width: int, heads: int, hidden: int, outcomes: int) -> None:
@@ -174,19 +174,19 @@ class Values(nn.Module):
         return self.read(read_tokens(backbone, images), backbone.prefix)
 
     def read(self, tokens: Tensor, prefix: int) -> Tensor:
-        """The same from the backbone's last tokens, of which so many are prefix tokens."""
+        """The same from the backbone's last tokens, of which the first `prefix` are prefix tokens."""
         x = self.block(self.norm(tokens))
         phi: Tensor = self.mlp(x[:, prefix:]).tanh()
         return phi
 
 
 def normalised(phi: Tensor, total: Tensor) -> Tensor:
-    """phi [B,d,C] with the same added to every patch's, so that sum phi = total [B,C] = v(full) - v(empty)."""
+    """phi [B,d,C] plus a constant such that sum phi = total [B,C] = v(full) - v(empty)."""
     return phi + ((total - phi.sum(1)) / phi.shape[1])[:, None]
 
 
 class Networks(nn.Module):
-    """The surrogate, whose change is empty where the model itself takes its place, and what gives the values."""
+    """The surrogate, whose change is empty if the model itself is the surrogate, and the network of the values."""
 
     def __init__(self, surrogate: Surrogate, values: Values) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Networks(nn.Module):
 
 
 class Joined:
-    """An explainer and the model it explains: the surrogate, the changed backbone, and v(empty) [C]."""
+    """An explainer joined with its model: the surrogate, the changed backbone, and v(empty) [C]."""
 
     def __init__(self, networks: Networks, vit: Anatomy) -> None:
         changes = networks.surrogate.change, networks.values.change
@@ -205,7 +205,7 @@ class Joined:
         self.empty = no_patches(self.surrogate)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """phi [B,d,C]. Two forwards; one where surrogate and backbone are the model itself."""
+        """phi [B,d,C], in two forwards, or one if surrogate and backbone are the model itself."""
         tokens = read_tokens(self.backbone, images)
         same = self.surrogate is self.backbone
         logits = self.backbone.readout(tokens) if same else read_logits(self.surrogate, images)
@@ -215,7 +215,7 @@ class Joined:
 
 @torch.no_grad()
 def no_patches(surrogate: Anatomy) -> Tensor:
-    """v(empty) [C], which is of no image."""
+    """v(empty) [C], which does not depend on the image."""
     vit = surrogate
     blank = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
     none = torch.zeros(1, 1, vit.grid[0] * vit.grid[1], device=vit.device, dtype=torch.bool)
@@ -223,7 +223,7 @@ def no_patches(surrogate: Anatomy) -> Tensor:
 
 
 class ViTShapley(Explainer[Networks]):
-    """A trained explainer: what was trained, for which model, and how."""
+    """A trained ViT-Shapley explainer: the networks, the model they were trained for, and how they were trained."""
 
     kind, weights, title, format = "vit-shapley", "values", "ViT-Shapley", 1
     command, need, shipped = "shapley", ("a network", "it"), HERE / "pocket-shapley"
@@ -234,9 +234,9 @@ class ViTShapley(Explainer[Networks]):
         if vit.depth == 0 or vit.hierarchical:
             return f"{vit.name} has no plain grid of patch tokens through all its blocks"
         if vit.attention is not None:
-            return f"attention of {vit.name} cannot be told what not to see: {vit.attention}"
+            return f"the attention of {vit.name} cannot be masked: {vit.attention}"
         reason = vit.outputs.no_divergence(vit.classes)
-        return no_coalitions(vit) if reason is None else f"{vit.name} has no distribution to be shared out: {reason}"
+        return no_coalitions(vit) if reason is None else f"{vit.name} has no output distribution to explain: {reason}"
 
     def options(self) -> dict[str, Any]:
         return {"heads": self.network.values.block.heads}
@@ -256,16 +256,16 @@ class ViTShapley(Explainer[Networks]):
         return networks
 
     def joined(self, vit: Anatomy) -> Joined:
-        """This explainer put to a model, made once as long as the model stays what it is."""
-        made = _JOINED.setdefault(self, WeakKeyDictionary())
+        """This explainer joined with a model; cached until the model's weights change."""
+        cache = _JOINED.setdefault(self, WeakKeyDictionary())
         now = stamp(vit.model)
-        known = made.get(vit)
-        if known is None or known[0] != now:
-            known = made[vit] = now, Joined(self.network, vit)
-        return known[1]
+        entry = cache.get(vit)
+        if entry is None or entry[0] != now:
+            entry = cache[vit] = now, Joined(self.network, vit)
+        return entry[1]
 
     def surrogate(self, vit: Anatomy) -> Anatomy:
-        """The surrogate by itself, a model that can be explained and measured like any other."""
+        """The surrogate as a model that can be explained and measured like any other."""
         return self.joined(vit).surrogate
 
     def __repr__(self) -> str:
@@ -278,5 +278,5 @@ _JOINED: WeakKeyDictionary[ViTShapley, WeakKeyDictionary[Anatomy, Any]] = WeakKe
 
 
 def load(folder: str | Path, vit: Anatomy | None = None) -> ViTShapley:
-    """Read an explainer; with a model, refuse one that was made for another."""
+    """Read an explainer; with a model, an explainer that was trained for another model is refused."""
     return ViTShapley.read(folder, vit)

@@ -1,4 +1,4 @@
-"""How ViT-Shapley is trained: the settings with their presets, and what a training tells about itself."""
+"""The settings of a ViT-Shapley training with their presets, and its progress reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PAPER: dict[str, Any] = {
 
 
 class ShapleySettings(Training):
-    """How ViT-Shapley is trained.
+    """The settings of a ViT-Shapley training.
 
-    The defaults are ours, for small networks that are soon trained. The preset `paper` has whole weights and the
-    published rates, and `code` also the released code's coalitions.
+    The defaults are ours, for small networks that train quickly. The preset `paper` trains full weights with the
+    published rates; `code` also uses the coalitions of the released code.
     """
 
     title: ClassVar[str] = "ViT-Shapley"
@@ -37,35 +37,35 @@ class ShapleySettings(Training):
         "code": {**_PAPER, "coalitions": "code"},
     }
     free: ClassVar[frozenset[str]] = Training.free - {"steps", "epochs"} | {"check"}
-    """The rates fall over all steps, so that their number is part of a run."""
+    """The rates fall over all steps, so the number of steps must not change."""
 
     surrogate: Literal["trained", "model"] = "trained"
-    """What says what a coalition is worth: a copy of the model trained to do without patches, or the model itself."""
+    """What gives the value of a coalition: a copy of the model trained to work without patches, or the model itself."""
     surrogate_steps: Count | None = None
-    """Batches for the surrogate in all; by default `surrogate_epochs` over the data."""
+    """Number of batches for the surrogate; by default `surrogate_epochs` over the data."""
     surrogate_epochs: Positive = 1.0
     backbone: Literal["trained", "frozen"] = "trained"
-    """What the explainer's last layers read: a copy of the model that is trained with them, or the model itself, which
-    makes a smaller explainer that is sooner trained."""
+    """The input of the explainer's last layers: a copy of the model that is trained with them, or the model itself,
+    which gives a smaller explainer that trains faster."""
     rank: Count | None = 16
-    """Of what is added to every matrix of the blocks, in the surrogate and in the explainer; None adds a whole one."""
+    """Rank of the changes to the matrices of the blocks, in the surrogate and in the explainer; None: full matrices."""
     ratio: Positive = 2.0
-    """Of the hidden widths of the explainer's last layers to the model's width."""
+    """Ratio of the hidden widths of the explainer's last layers to the model's width."""
     coalitions: Coalitions = "kernel"
-    """`kernel`: sizes and subsets of the Shapley kernel, whose least-squares solution are the Shapley values;
-    `binomial` and `code`: patches join one by one, as in the released code without and with its sizes off by one."""
+    """`kernel`: sizes and subsets of the Shapley kernel, whose least-squares solution is the Shapley values;
+    `binomial` and `code`: independent patches, as in the released code without and with its off-by-one."""
     masks: Annotated[int, Field(ge=2, multiple_of=2)] = 32
-    """Coalitions an image and step, in pairs of complements."""
+    """Coalitions per image and step, in pairs of complements."""
     rate: Positive = 1e-3
     surrogate_rate: Positive = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] = 1e-5
     warmup: Annotated[int, Field(ge=0)] = 100
     check: Annotated[int, Field(ge=0)] = 8
-    """Batches of `held_out` images on which the loss is measured at the end."""
+    """Number of batches of `held_out` images on which the loss is measured at the end."""
 
 
 class ShapleyRecipe(TrainingRecipe):
-    """Everything `patchlight shapley train` needs; `held_out` is for the loss at the end."""
+    """The recipe of `patchlight shapley train`; `held_out` is used for the loss at the end."""
 
     command: ClassVar[str] = "shapley"
     training_kind: ClassVar[type[Training]] = ShapleySettings
@@ -73,29 +73,29 @@ class ShapleyRecipe(TrainingRecipe):
 
 @dataclass(frozen=True)
 class SurrogateProgress:
-    """Of the surrogate: means over the batches since the last report."""
+    """The progress of the surrogate: means over the batches since the last report."""
 
     step: int
     steps: int
     loss: float
-    """KL(p_clean || p_masked) of random masks."""
+    """KL(p_clean || p_masked) under random masks."""
     untrained: float
-    """The same of the model itself."""
+    """The same for the model itself."""
     agreement: float
-    """Share of images whose prediction the masks leave."""
+    """Share of images whose prediction the masks do not change."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class ShapleyProgress:
-    """Of the explainer: means over the batches since the last report."""
+    """The progress of the explainer: means over the batches since the last report."""
 
     step: int
     steps: int
     loss: float
-    """d times the mean squared error of v(empty) + sum of phi over S, as a value of v(S)."""
+    """d times the mean squared error of v(empty) + sum of phi over S as a prediction of v(S)."""
     even: float
-    """The same of equal values for all patches."""
+    """The same for equal values of all patches."""
     seconds: float
 
 

@@ -1,4 +1,4 @@
-"""Training ViT-Shapley: a surrogate that does without patches, then a network that shares out what it says."""
+"""Trains ViT-Shapley: first a surrogate that works without patches, then the network that predicts the values."""
 
 from __future__ import annotations
 
@@ -49,16 +49,24 @@ def train(
     held_out: Iterable[Any] | None = None,
     progress: Progress | bool = True,
 ) -> ViTShapley:
-    """Train ViT-Shapley for a model on batches of images, or of (images, labels): labels are only checked.
+    """Train ViT-Shapley for a model.
 
-    First a surrogate g, a copy of the model, learns to give the model's own output of the whole image when patches are
-    hidden from all its attention: KL(p(x) || g(x, S)). Then phi learns from what it says, v(S) = p_g(x, S): the mean of
-    d (v(empty) + sum_{i in S} phi_i - v(S))^2 over coalitions of the Shapley kernel. A step of the first is three
-    forwards and a backward, one of the second `masks` + 2 forwards, of half the tokens on average, and a backward. The
-    model is never changed. With `out`, checkpoints and `metrics.csv` go there (the surrogate's into `surrogate`), and a
-    run that was killed goes on from its last checkpoint to the same weights. The loss on some batches of `held_out`,
-    where given, is measured at the end. `progress` is as in `explain`, of steps; `callback` gets the numbers. Under
-    `accelerate launch` every process takes its share of the batches.
+    First a surrogate g, a copy of the model, learns to predict the model's output for the full image from the patches
+    of a coalition alone: KL(p(x) || g(x, S)). Then phi learns the values v(S) = p_g(x, S): the mean of
+    d (v(empty) + sum_{i in S} phi_i - v(S))^2 over coalitions of the Shapley kernel. A surrogate step takes three
+    forwards and a backward; a step of phi takes `masks` + 2 forwards, of half the tokens on average, and a backward.
+    Under `accelerate launch` the processes share the batches.
+
+    Args:
+        vit: The model; it is not changed.
+        loader: Preprocessed batches of images or of (images, labels), iterated once per epoch; labels are only checked.
+        settings: How to train; `ShapleySettings()` by default.
+        callback: Called with a `SurrogateProgress` or `ShapleyProgress` every `log_every` steps.
+        out: Folder for the explainer, its checkpoints and `metrics.csv` (those of the surrogate in `surrogate`); a
+            killed training resumes to the same weights.
+        resume: Whether to resume a training in `out`.
+        held_out: Images the model was not trained on, for the loss at the end.
+        progress: As in `explain`, in steps.
     """
     vit = wrap(vit)
     settings = (settings or ShapleySettings()).decided(vit)
@@ -79,7 +87,7 @@ def train(
 
 
 def _surrogate(vit: Anatomy, settings: ShapleySettings, run: TrainingRun) -> tuple[Surrogate, dict[str, Any] | None]:
-    """The surrogate, trained, and its last report; none where it is the model itself."""
+    """Train the surrogate, and return it with its last report; without a report if it is the model itself."""
     if settings.surrogate == "model":
         return Surrogate(Change({}, {}, {})), None
     length = {"steps": settings.surrogate_steps, "epochs": settings.surrogate_epochs}
@@ -91,21 +99,21 @@ def _surrogate(vit: Anatomy, settings: ShapleySettings, run: TrainingRun) -> tup
 
 
 def _generator(vit: Anatomy, settings: ShapleySettings, index: int, rank: int) -> torch.Generator:
-    """The draws of a step, of this process."""
-    drawn = int(np.random.default_rng([settings.seed, index]).integers(2**62))
-    return torch.Generator(vit.device).manual_seed(drawn + rank)
+    """The random generator of a step in this process."""
+    seed = int(np.random.default_rng([settings.seed, index]).integers(2**62))
+    return torch.Generator(vit.device).manual_seed(seed + rank)
 
 
 class CopyLearner(Learner[Report]):
-    """A changed copy of the model, with the optimiser of what is changed."""
+    """A changed copy of the model, with the optimiser of the change."""
 
     part: ClassVar[str]
-    """What the weights are called in a checkpoint."""
+    """The name of the weights in a checkpoint."""
     settings: ShapleySettings
     devices: Devices
 
     def prepare(self, network: nn.Module, vit: Anatomy, rate: float, steps: int) -> None:
-        """Take up a new network for this model, and its optimiser."""
+        """Set the network and its optimiser."""
         self.network = network.to(vit.device)
         self.joined = self.devices.joined(self.network)
         self.optimiser = Annealed(self.network, rate, self.settings.weight_decay, self.settings.warmup, steps)
@@ -119,7 +127,7 @@ class CopyLearner(Learner[Report]):
 
 
 class SurrogateLearner(CopyLearner[SurrogateProgress]):
-    """A copy of the model that learns to do without patches."""
+    """A copy of the model that learns to work without patches."""
 
     network: Surrogate
     part, report_kind = "surrogate", SurrogateProgress
@@ -153,7 +161,7 @@ class SurrogateLearner(CopyLearner[SurrogateProgress]):
 
 
 class ValueLearner(CopyLearner[ShapleyProgress]):
-    """The network that gives the values, and the surrogate that it learns from."""
+    """The network that predicts the values, and the surrogate that it learns from."""
 
     network: Values
     part, report_kind = "values", ShapleyProgress
@@ -186,7 +194,7 @@ class ValueLearner(CopyLearner[ShapleyProgress]):
         return self.devices.mean(torch.stack([loss.detach(), even]))
 
     def losses(self, batch: Any, index: int, network: nn.Module) -> tuple[Tensor, Tensor]:
-        """The loss of the network on a batch, and of even values."""
+        """The loss of the network on a batch, and the loss of equal values."""
         vit, s = self.vit, self.settings
         images = vit.place(images_and_labels(batch)[0])
         generator = _generator(vit, s, index, self.devices.rank)
@@ -203,26 +211,26 @@ class ValueLearner(CopyLearner[ShapleyProgress]):
 
     @torch.no_grad()
     def check(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """The losses on images that were not trained on, and how many those are."""
-        some = list(last_batches(loader, self.settings.seed, self.settings.check))
-        found = [self.losses(batch, LAST_EPOCH + i, self.network) for i, batch in enumerate(some)]
-        loss, even = torch.tensor(found).mean(0).tolist()
-        return {"loss": loss, "even": even, "images": sum(len(images_and_labels(batch)[0]) for batch in some)}
+        """The losses on held-out images, and the number of images."""
+        batches = list(last_batches(loader, self.settings.seed, self.settings.check))
+        losses = [self.losses(batch, LAST_EPOCH + i, self.network) for i, batch in enumerate(batches)]
+        loss, even = torch.tensor(losses).mean(0).tolist()
+        return {"loss": loss, "even": even, "images": sum(len(images_and_labels(batch)[0]) for batch in batches)}
 
 
 def fit(phi: Tensor, z: Tensor, gain: Tensor) -> Tensor:
-    """d times the mean squared error of sum_{i in S} phi_i as v(S) - v(empty) [B,m,C], for coalitions z [B,m,d]."""
+    """d times the mean squared error of sum_{i in S} phi_i and v(S) - v(empty) [B,m,C], for coalitions z [B,m,d]."""
     return phi.shape[1] * (z.to(phi) @ phi - gain).square().mean()
 
 
 def _same(first: Change, other: Change) -> dict[str, Tensor]:
-    """The part of a change's state that another has too."""
-    known = other.state_dict()
-    return {k: v for k, v in first.state_dict().items() if k in known and v.shape == known[k].shape}
+    """The part of a change's state that another change has too."""
+    state = other.state_dict()
+    return {k: v for k, v in first.state_dict().items() if k in state and v.shape == state[k].shape}
 
 
 def _blank(vit: Anatomy) -> Tensor:
-    """One image of noise, to see what a model's weights do."""
+    """One image of noise, to find the weights that an output depends on."""
     generator = torch.Generator().manual_seed(0)
     return vit.place(torch.randn(1, vit.channels, *vit.preprocess.size, generator=generator))
 
