@@ -14,11 +14,10 @@ import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.precision import lowered
-from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, DiffMaskSettings
 from patchlight.trained.diffmask.gates import new_gates
 from patchlight.trained.diffmask.train import GateLearner
-from patchlight.trained.loop import training
+from patchlight.trained.loop import Devices, training
 
 BATCH = 32
 TRAINING = {"cpu": [(8, "full", 1)], "cuda": [(64, "bf16", 20), (256, "bf16", 10)]}

@@ -148,7 +148,7 @@ def test_what_is_no_image_fails_when_it_is_read(folder: Path) -> None:
     (content, known), *_ = contents(data, range(3), str(folder), quiet)
     assert known == {"labels"}
     assert content_of(data, 0) == content
-    with pytest.raises(PatchlightError, match="not an image"):
+    with pytest.raises(PatchlightError, match="not a readable image"):
         planned_sample(data, 0, content)
 
 

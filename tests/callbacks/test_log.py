@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.callbacks import TrainingLog, budget, log_maps
+from patchlight.callbacks import TrainingLog, log_maps
 from patchlight.callbacks import log as room
-from patchlight.callbacks.budget import Budget
+from patchlight.callbacks.log import Budget
 from patchlight.core.drawing import figure_picture
 from patchlight.core.errors import Cancelled, LogSkipped
 from tests.callbacks.pieces import NAMES, TARGET, images, model, same, train
@@ -141,7 +141,7 @@ def test_pairs_metrics_with_settings_and_plain_numbers_as_outputs() -> None:
 
 def test_a_budget_is_a_share_of_the_time_since_training_began(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(budget, "monotonic", lambda: now)
+    monkeypatch.setattr(room, "monotonic", lambda: now)
     time = Budget(0.1, None)
     time.begin()
     assert not time.lacks(), "the first time is always there: what it takes is not known"
@@ -167,7 +167,7 @@ def test_a_budget_is_a_share_of_the_time_since_training_began(monkeypatch: pytes
 
 def test_steps_beyond_the_budget_are_left_out_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(budget, "monotonic", lambda: now)
+    monkeypatch.setattr(room, "monotonic", lambda: now)
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         nonlocal now

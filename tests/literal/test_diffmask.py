@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMaskSettings
 from patchlight.trained.diffmask.gates import observe
 from patchlight.trained.diffmask.objective import penalty
 from patchlight.trained.diffmask.train import GateLearner
+from patchlight.trained.loop import Devices
 from tests.trained.toys import batches, pictures, toy
 
 TAU, LOW, HIGH = 0.2, -0.2, 1.0

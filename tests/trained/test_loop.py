@@ -16,8 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
-from patchlight.trained.devices import Devices
-from patchlight.trained.loop import Learner
+from patchlight.trained.loop import Devices, Learner
 from tests.trained.test_explainers import rows
 from tests.trained.toys import StudentSettings, Told, batches, pictures, teach, toy
 

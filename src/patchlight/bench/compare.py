@@ -99,21 +99,14 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
     )
     found = differences(manifests[0], manifests[1], f"'{first}'", f"'{second}'")
     gaps = paired_gaps(pairs, Resamples(len(a), SAMPLES))
-    cells = []
-    for key, (one, other) in pairs.items():
-        equal = int((one.values == other.values).sum())
-        cells.append(ComparedCell(*key, gaps[key], equal, _note(key, found)))
+    cells = [
+        ComparedCell(*key, gaps[key], int((one.values == other.values).sum()), _note(key, found))
+        for key, (one, other) in pairs.items()
+    ]
     arrows = {metric: pair[0].arrow for (_, _, metric), pair in pairs.items()}
-    return RunComparison(
-        str(first),
-        str(second),
-        manifests[0].resolved,
-        len(a),
-        tuple(filter(None, incomplete)),
-        tuple(found),
-        tuple(cells),
-        arrows,
-    )
+    missing = tuple(filter(None, incomplete))
+    recipe = manifests[0].resolved
+    return RunComparison(str(first), str(second), recipe, len(a), missing, tuple(found), tuple(cells), arrows)
 
 
 def _shared_images(first: Manifest, second: Manifest) -> tuple[Tensor, Tensor]:

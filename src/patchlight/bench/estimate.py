@@ -54,20 +54,20 @@ class _Enough(BaseException):
 
 
 def estimated(
-    whole: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
+    plan: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
 ) -> list[Estimated]:
     """Run the first batch of every group, twice if that is quick, and extrapolate to all images."""
     found = []
-    for i, group in enumerate(whole.groups):
-        listen(Planning(i, len(whole.groups)))
-        found.append(_estimated(whole, group, device, limit))
+    for i, group in enumerate(plan.groups):
+        listen(Planning(i, len(plan.groups)))
+        found.append(_estimated(plan, group, device, limit))
     return found
 
 
-def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimated:
+def _estimated(plan: Plan, group: Group, device: str, limit: float) -> Estimated:
     vit = load_planned(group, device)
     resources = Resources(device, free_chunk(vit))
-    unit = whole.unit(group, 0, min(group.batch_size, len(whole.images)))
+    unit = plan.unit(group, 0, min(group.batch_size, len(plan.images)))
     images, cut, failures = len(unit.images), False, tuple[str, ...]()
     on_cuda = vit.device.type == "cuda"
     if on_cuda:
@@ -86,13 +86,13 @@ def _estimated(whole: Plan, group: Group, device: str, limit: float) -> Estimate
         if cut or best > limit / 2:
             break
     memory = torch.cuda.max_memory_allocated(vit.device) if on_cuda else _peak()
-    rest = len(whole.images) - images
+    rest = len(plan.images) - images
     size = unit_size(group, SECONDS / best * images)
     return Estimated(
         model=group.label,
         methods=tuple(group.methods),
-        images=len(whole.images),
-        values=len(whole.images) * len(group.made),
+        images=len(plan.images),
+        values=len(plan.images) * len(group.made),
         batch_size=group.batch_size,
         seconds=best / images,
         forwards=forwards / images,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,37 +208,14 @@ def execute(job: str, about: Mapping[str, Any], known: KnownValues, device: str 
 
 def unit_to_dict(unit: Unit) -> dict[str, Any]:
     """A unit as plain values, without those of the recipe."""
-    group = unit.group
-    return {
-        "label": group.label,
-        "digest": group.digest,
-        "classes": group.classes,
-        "methods": list(group.methods),
-        "made": [[*pair, made] for pair, made in group.made.items()],
-        "batch_size": group.batch_size,
-        "start": unit.start,
-        "images": asdict(unit.images),
-        "key": unit.key,
-    }
+    group = {f.name: getattr(unit.group, f.name) for f in fields(Group) if f.name != "recipe"}
+    return {"group": group, "start": unit.start, "images": asdict(unit.images), "key": unit.key}
 
 
-def unit_from_dict(recipe: Recipe, about: Mapping[str, Any]) -> Unit:
+def unit_from_dict(recipe: Recipe, values: Mapping[str, Any]) -> Unit:
     """The unit that `unit_to_dict` described."""
-    group = Group(
-        about["label"],
-        recipe.models[about["label"]],
-        about["digest"],
-        recipe.data,
-        about["classes"],
-        {label: recipe.methods[label] for label in about["methods"]},
-        recipe.metrics,
-        {(method, metric): made for method, metric, made in about["made"]},
-        recipe.target,
-        recipe.seed,
-        about["batch_size"],
-    )
-    unit = Unit(group, about["start"], Images(**about["images"]))
-    assert unit.key == about["key"], "a unit must be the same in every process"
+    unit = Unit(Group(recipe, **values["group"]), values["start"], Images(**values["images"]))
+    assert unit.key == values["key"], "a unit must be the same in every process"
     return unit
 
 

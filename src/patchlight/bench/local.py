@@ -394,7 +394,7 @@ def _manifest(
         models={group.label: group.digest for group in planned.groups},
         classes=planned.groups[0].classes,
         made={
-            method: {metric: group.made[method, metric] for metric in group.metrics}
+            method: {metric: group.made[method, metric] for metric in planned.recipe.metrics}
             for group in planned.groups
             for method in group.methods
         },

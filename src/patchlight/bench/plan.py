@@ -18,8 +18,6 @@ from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import identity, json_digest
-from patchlight.data.spec import DataSpec
-from patchlight.study.spec import MethodSpec, MetricSpec
 
 if TYPE_CHECKING:
     from patchlight.data import Data, Sample
@@ -70,23 +68,25 @@ class Group:
     Paths of data and weights are not part of any hash.
 
     Attributes:
+        recipe: The recipe.
         label: The model's label in the recipe.
+        methods: The methods' labels in the recipe.
+        made: Hash of each method under each metric: names, settings and code.
         digest: Hash of the model as it was loaded.
         classes: Hash of the data's class names.
-        made: Hash of each method under each metric: names, settings and code.
     """
 
+    recipe: Recipe
     label: str
-    model: ModelSpec
-    digest: str
-    data: DataSpec
-    classes: str
-    methods: Mapping[str, MethodSpec]
-    metrics: Mapping[str, MetricSpec]
+    methods: tuple[str, ...]
     made: Mapping[Pair, str]
-    target: str
-    seed: int
+    digest: str
+    classes: str
     batch_size: int
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.recipe.models[self.label]
 
     @cached_property
     def place(self) -> str:
@@ -94,8 +94,9 @@ class Group:
         from patchlight import __version__
 
         model = self.model.model_dump(mode="json", exclude={"weights", "labels", "similar_to", "stands_for"})
-        data = [self.data.kind, self.data.meaning, self.classes]
-        return json_digest([__version__, source_digest(), model, self.digest, data, self.target, self.seed])
+        data = [self.recipe.data.kind, self.recipe.data.meaning, self.classes]
+        policy = [self.recipe.target, self.recipe.seed]
+        return json_digest([__version__, source_digest(), model, self.digest, data, *policy])
 
     @cached_property
     def key(self) -> str:
@@ -284,24 +285,9 @@ def plan(
         vit = load_model(model, device)
         digest = model_digest(vit)
         for methods in _together(recipe):
-            own = {pair: hashed for pair, hashed in made.items() if pair[0] in methods}
-            asked = {m: recipe.methods[m] for m in methods}
+            hashes = {pair: value for pair, value in made.items() if pair[0] in methods}
             size = _batch_size(recipe, methods, vit.device.type)
-            groups.append(
-                Group(
-                    label,
-                    model,
-                    digest,
-                    recipe.data,
-                    classes,
-                    asked,
-                    recipe.metrics,
-                    own,
-                    recipe.target,
-                    recipe.seed,
-                    size,
-                )
-            )
+            groups.append(Group(recipe, label, tuple(methods), hashes, digest, classes, size))
     return Plan(recipe, tuple(groups), known, tuple(notes))
 
 

@@ -29,6 +29,7 @@ from patchlight.bench.paths import PathRemover
 from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT, SCHEMA, Maps, joined_maps, known_columns, map_bytes, parquet
+from patchlight.bench.slurm import render_text
 from patchlight.bench.store import Files, Store
 from patchlight.bench.tables import csv_text, markdown_table
 from patchlight.core.errors import PatchlightError
@@ -331,8 +332,6 @@ def _card(
     data_licence: str | None,
 ) -> str:
     """The data card as Markdown; `listing` has the model, method and name of each pair of files."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     device = f"{manifest.device}, {manifest.threads} threads, {manifest.chunk} variants at once"
     made_with = [
         *([name, version] for name, version in sorted(manifest.versions.items())),
@@ -341,9 +340,8 @@ def _card(
         *([f"model {label}, as it was loaded", digest] for label, digest in manifest.models.items()),
         ["class names of the data", manifest.classes],
     ]
-    loader = PackageLoader("patchlight.bench")
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return environment.get_template("card.md").render(
+    return render_text(
+        "card.md",
         manifest=manifest,
         recipe=manifest.resolved,
         values=values,

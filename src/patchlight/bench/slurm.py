@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from patchlight.bench.local import PREEMPTED
 from patchlight.core.errors import PatchlightError
@@ -40,8 +41,6 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
     The program is a job step (srun), because SLURM sends its signals before preemption and before the time limit to
     steps. The shell survives and requeues the task. `scancel` ends the shell as well.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     tasks, at_once = _tasks(job.array)
     where = [f"--partition={job.partition}"] * bool(job.partition) + [f"--account={job.account}"] * bool(job.account)
     memory = [f"--mem={_memory(job.mem)}"] if job.mem else []
@@ -53,13 +52,8 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
     mail = [f"--mail-user={job.mail}", "--mail-type=END,FAIL"] if job.mail else []
     after = ["sbatch", f"--job-name={name}-report", "--time=01:00:00", *where, *memory, *mail]
     after += ["--open-mode=append", f"--output={log}/report.log"]
-    environment = Environment(
-        loader=PackageLoader("patchlight.bench"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("job.sh").render(
+    return render_text(
+        "job.sh",
         options=[_escaped(option) for option in (*array, *where, *threads, *gpus, *memory, *ends)],
         setup=job.setup,
         ask_for_report=_lines(after, f'--dependency=afterany:"$SLURM_ARRAY_JOB_ID" <<{END!r}'),
@@ -68,6 +62,15 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
         run=_lines(["srun", *threads, *run], f'--shard "$SLURM_ARRAY_TASK_ID/{tasks}"'),
         preempted=PREEMPTED,
     )
+
+
+def render_text(template: str, **values: Any) -> str:
+    """Fill in a text template of the benchmark."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("patchlight.bench")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.get_template(template).render(**values)
 
 
 def slurm_time(text: str) -> str:

@@ -93,7 +93,7 @@ def _run_batch(
     group: Group, images: Images, pairs: Sequence[Pair], resources: Resources, listen: Listener
 ) -> dict[tuple[Pair, str], KnownValue]:
     """The values of these pairs of method and metric for some images, by pair and image name."""
-    vit = load_planned(group, resources.device)
+    recipe, vit = group.recipe, load_planned(group, resources.device)
     batch = _load(group, images, vit, resources)
     metrics: dict[str, list[str]] = {}
     for method, metric in pairs:
@@ -106,15 +106,15 @@ def _run_batch(
 
     requests = []
     for label, names in metrics.items():
-        method_spec = group.methods[label]
-        measures = [with_chunk(name, method_spec.measured_by(group.metrics[name])) for name in names]
-        requests.append((with_chunk(label, method_spec.request), measures))
+        spec = recipe.methods[label]
+        measures = [with_chunk(name, spec.measured_by(recipe.metrics[name])) for name in names]
+        requests.append((with_chunk(label, spec.request), measures))
     study = study_batch(
         vit,
         batch,
         requests,
-        target=batch.labels if group.target == "label" else None,
-        seed=group.seed,
+        target=batch.labels if recipe.target == "label" else None,
+        seed=recipe.seed,
         progress=lambda stage, label: listen(StepEnd(stage, label)),
     )
     maps = {
@@ -150,17 +150,17 @@ def load_planned(group: Group, device: str) -> Anatomy:
 def _load(group: Group, images: Images, vit: Anatomy, resources: Resources) -> Batch:
     """Load images; those without a class become failures if labels are explained."""
     if resources.data is None:
-        data, foreign = open_data(group.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
+        data, foreign = open_data(group.recipe.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
     else:
         data, foreign = resources.data, _foreign(resources.data, vit.outcomes)
-    if foreign and group.target == "label":
+    if foreign and group.recipe.target == "label":
         raise PatchlightError(
             f"the labels are not classes of {vit.name} ({foreign}); use a model of these classes or --target prediction"
         )
     batch = load_batch(as_planned(data, images), range(len(images)), vit, workers=4)
     if foreign:
         return replace(batch, labels=None)
-    return labelled(batch) if group.target == "label" else batch
+    return labelled(batch) if group.recipe.target == "label" else batch
 
 
 @lru_cache(maxsize=2)

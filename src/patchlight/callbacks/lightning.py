@@ -29,9 +29,8 @@ class LightningCallback(_callback()):  # type: ignore[misc]
 
     Args:
         model: The model inside the LightningModule.
-        images: As in `TrainingLog`.
         writer: As in `TrainingLog`; by default the trainer's loggers for TensorBoard and Weights & Biases.
-        **options: Other arguments of `TrainingLog`.
+        images, **options: As in `TrainingLog`.
     """
 
     def __init__(self, model: Anatomy | nn.Module, images: Any, writer: Any = None, **options: Any) -> None:

@@ -24,10 +24,8 @@ class TransformersCallback(TrainerCallback):
     """A `TrainingLog` for the `Trainer(callbacks=[…])` of transformers.
 
     Args:
-        model: As in `TrainingLog`.
-        images: As in `TrainingLog`.
         writer: As in `TrainingLog`; by default tensorboard and wandb, if `TrainingArguments(report_to=…)` names them.
-        **options: Other arguments of `TrainingLog`.
+        model, images, **options: As in `TrainingLog`.
     """
 
     def __init__(self, model: Anatomy | nn.Module, images: Any, writer: Any = None, **options: Any) -> None:

@@ -49,14 +49,9 @@ class _Header(BaseModel, extra="allow"):
 
 @dataclass(frozen=True, eq=False)
 class Explainer(ABC, Generic[Network]):
-    """A trained network, the model it was trained for, and how it was trained.
+    """A trained network, the model it was trained for (`model`, `hashes`), and its training (`about`).
 
-    Attributes:
-        network: The network.
-        model: Properties of the model that must match; see `describe_model`.
-        signature: Four numbers of every weight of the model, which older files compare.
-        about: The settings and the result of the training.
-        hashes: Hashes of all weights of the model, by number type.
+    `signature` has four numbers of every weight of the model, which are compared if there are no `hashes`.
     """
 
     kind: ClassVar[str]

@@ -27,7 +27,6 @@ from patchlight.core.progress import Progress, Update, show_progress
 from patchlight.evidence.precision import Precision, rounding
 from patchlight.trained.batches import check_data, epoch_of, length_of
 from patchlight.trained.checkpoint import Parts, append_metrics, cut_metrics, read_checkpoint, write_checkpoint
-from patchlight.trained.devices import Devices
 from patchlight.trained.explainer import Explainer
 from patchlight.trained.settings import Training
 
@@ -37,6 +36,37 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=Explainer[Any])
 Report = TypeVar("Report", bound="DataclassInstance")
 """A progress report: numbers with `step`, `steps` and `seconds` among them."""
+
+
+class Devices:
+    """The processes of `accelerate launch`; a single process uses the loader and the network unchanged."""
+
+    def __init__(self, vit: Anatomy) -> None:
+        try:
+            from accelerate import Accelerator
+        except ImportError as error:
+            raise missing_extra("training needs", "accelerate", "train") from error
+        self._accelerator = Accelerator(cpu=vit.device.type == "cpu", device_placement=False)
+        self._alone = self._accelerator.num_processes == 1
+        self.rank = int(self._accelerator.process_index)
+        self.main = bool(self._accelerator.is_main_process)
+        if not self._alone:
+            vit.model.to(self._accelerator.device)
+
+    def share(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """A loader of the batches of this process."""
+        return loader if self._alone else self._accelerator.prepare(loader)
+
+    def joined(self, network: nn.Module) -> nn.Module:
+        """The network that every step calls, whose gradients are averaged over all processes."""
+        return network if self._alone else self._accelerator.prepare_model(network)
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """The mean of numbers over all processes."""
+        return numbers if self._alone else self._accelerator.reduce(numbers, "mean")
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.core.errors import PatchlightError
 from patchlight.core.targets import kl_divergence
-from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask import DiffMask, DiffMaskSettings, TrainingWarning
 from patchlight.trained.diffmask.calibration import calibrate, finish
 from patchlight.trained.diffmask.gates import aggregate, masked_logits, new_gates, observe
 from patchlight.trained.diffmask.train import GateLearner
+from patchlight.trained.loop import Devices
 from tests.trained.test_explainers import DIFFMASK, weights
 from tests.trained.toys import batches, pictures, toy
 

@@ -20,13 +20,13 @@ from patchlight.core.targets import kl_divergence
 from patchlight.evidence.precision import casting, lowered
 from patchlight.trained.batches import epoch_of, images_and_labels, last_batches
 from patchlight.trained.checkpoint import Parts
-from patchlight.trained.devices import Devices
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
 from patchlight.trained.diffmask.gates import DiffMask, Gates, Seen, masked_logits, new_gates, observe
 from patchlight.trained.diffmask.objective import Multipliers, penalty
 from patchlight.trained.diffmask.settings import Callback, DiffMaskProgress, DiffMaskSettings
 from patchlight.trained.diffmask.watch import EVERY, FAILURES, Watch, probe_sums, read_probe
 from patchlight.trained.loop import (
+    Devices,
     Diverged,
     Learner,
     TrainingRun,

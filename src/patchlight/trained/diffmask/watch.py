@@ -63,12 +63,7 @@ def mask_divergence(gates: Gates, vit: Anatomy, images: Tensor, seen: Seen, mask
 
 @torch.no_grad()
 def probe_sums(
-    gates: Gates,
-    vit: Anatomy,
-    images: Tensor,
-    margin: float,
-    generator: torch.Generator,
-    precision: Precision,
+    gates: Gates, vit: Anatomy, images: Tensor, margin: float, generator: torch.Generator, precision: Precision
 ) -> Tensor:
     """Means over a batch of KL, its square, the kept share and images with an unnecessary patch, for `read_probe`.
 

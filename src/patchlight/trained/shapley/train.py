@@ -20,8 +20,16 @@ from patchlight.evidence.coalitions import coalition_logits
 from patchlight.evidence.precision import casting, lowered
 from patchlight.trained.batches import LAST_EPOCH, images_and_labels, last_batches
 from patchlight.trained.checkpoint import Parts
-from patchlight.trained.devices import Devices
-from patchlight.trained.loop import Learner, Report, TrainingRun, check_training, count_steps, train_steps, training
+from patchlight.trained.loop import (
+    Devices,
+    Learner,
+    Report,
+    TrainingRun,
+    check_training,
+    count_steps,
+    train_steps,
+    training,
+)
 from patchlight.trained.optimiser import Annealed
 from patchlight.trained.shapley.coalitions import draw_pairs, draw_uniform
 from patchlight.trained.shapley.networks import (
