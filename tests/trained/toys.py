@@ -18,8 +18,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.precision import casting, lowered
 from patchlight.trained import loop
 from patchlight.trained.batches import images_and_labels
-from patchlight.trained.checkpoint import Parts
-from patchlight.trained.loop import Devices
+from patchlight.trained.loop import Devices, Parts
 from patchlight.trained.optimiser import moments, restore_moments
 from patchlight.trained.settings import Training
 from tests.families import randomise

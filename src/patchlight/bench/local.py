@@ -77,16 +77,9 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcome of a run.
+    """The outcome of a run: how many values the complete run has, existed `before`, and were stored `now`.
 
-    Attributes:
-        values: Number of values of the complete run.
-        before: Values that existed already.
-        now: Values that were stored now.
-        reused: Values among `now` that earlier plans had measured.
-        left: Values of this shard that are missing because the run was stopped.
-        failures: Number of failed values by reason.
-        notes: Notes for the reader.
+    `reused` of these were measured by earlier plans; `left` are missing because the run was stopped.
     """
 
     values: int
@@ -159,11 +152,7 @@ def run(
 def prepare_run(
     store: Store, recipe: Recipe, options: RunOptions, device: str, threads: int | None, listen: Listener
 ) -> PreparedRun:
-    """Plan the run and bring the folder in line with the plan.
-
-    Raises:
-        PatchlightError: If another process is working on the folder with another plan.
-    """
+    """Plan the run and bring the folder in line with the plan; an error if another process uses another plan."""
     folder = store.folder_of(options.shard)
     earlier = store.read_manifest()
     check_same_run(store, earlier, recipe, device)

@@ -73,11 +73,7 @@ class Manifest(BaseModel):
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read a manifest; None if the file does not exist.
-
-    Raises:
-        PatchlightError: If it is damaged, or was written in another format.
-    """
+    """Read a manifest; None if the file does not exist, an error if it is damaged or has another format."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -49,10 +49,6 @@ class Images:
     def __len__(self) -> int:
         return len(self.names)
 
-    def part(self, start: int, stop: int) -> Images:
-        cut = slice(start, stop)
-        return Images(self.indices[cut], self.names[cut], self.contents[cut])
-
     def at(self, places: Sequence[int]) -> Images:
         return Images(
             tuple(self.indices[i] for i in places),
@@ -177,7 +173,7 @@ class Plan:
 
     def unit(self, group: Group, start: int, stop: int) -> Unit:
         """The unit of a group from image `start` to `stop`, exclusive."""
-        return Unit(group, start, self.images.part(start, stop))
+        return Unit(group, start, self.images.at(range(start, stop)))
 
     def unit_of(self, key: str) -> Unit | None:
         """The unit with this key; None if it belongs to another plan."""

@@ -32,13 +32,9 @@ EXACT = (np.uint8, np.float32, np.float64)
 class Column(Evaluation):
     """One method under one metric on one model, for all images.
 
-    Attributes:
-        errors: Why images failed, as a pyarrow dictionary array; "" for no error. `reasons` has the same form.
-        undone: Number of images that have not been measured.
-        shared_by: Number of methods that share the pass of `explain_seconds`.
-        explain_seconds: Seconds of the explanation of each image.
-        measure_seconds: Seconds of the measurement of each image.
-        mean_curve: Mean curve [P] over images with a value; `Store.curves` reads the curves of single images.
+    `errors` and `reasons` are pyarrow dictionary arrays, "" for none. `undone` images have not been measured.
+    `shared_by` methods share the pass of `explain_seconds`. `mean_curve` [P] is the mean over images with a value;
+    `Store.curves` reads the curves of single images.
     """
 
     errors: Any = field(default_factory=lambda: pa.array([""]).dictionary_encode()[:0])
@@ -83,14 +79,10 @@ class Results:
         for (model, _, metric), column in self.columns.items():
             if column.count:
                 shared[model, metric] = column.exist & shared.get((model, metric), column.exist)
-        columns = {
-            key: replace(
-                column,
-                values=column.values.where(shared.get((key[0], key[2]), column.exist), torch.nan),
-                mean_curve=None,
-            )
-            for key, column in self.columns.items()
-        }
+        columns = {}
+        for (model, method, metric), column in self.columns.items():
+            values = column.values.where(shared.get((model, metric), column.exist), torch.nan)
+            columns[model, method, metric] = replace(column, values=values, mean_curve=None)
         return replace(self, columns=columns)
 
     def __repr__(self) -> str:

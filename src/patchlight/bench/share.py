@@ -185,13 +185,8 @@ def bring(
 class Collection:
     """The rows and maps of several runs by model and method, each value once.
 
-    Attributes:
-        stores: The runs.
-        manifest: The manifest of all runs together.
-        whose: For each run, the words after the name of a damaged file.
-        sources: The files of each model and method, in the recipe's order.
-        damaged: A sentence for each damaged file, which is left out.
-        differing: By pair of runs, the number of different values and an example.
+    `sources` has the files of each model and method, `damaged` a sentence for each damaged file, which is left out
+    (`whose` is what follows its name), and `differing` the number of different values of two runs, and an example.
     """
 
     stores: Sequence[Store]

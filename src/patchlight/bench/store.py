@@ -117,11 +117,7 @@ class Store:
 
     @contextlib.contextmanager
     def owned(self, shard: Shard) -> Iterator[None]:
-        """Own a shard.
-
-        Raises:
-            PatchlightError: If another process owns it, or works on the run with another number of shards.
-        """
+        """Own a shard; an error if another process owns it, or works on the run with another number of shards."""
         folder = self.folder_of(shard)
         with _locked(folder / "lock") as lock:
             if not lock:

@@ -23,12 +23,9 @@ Q = TypeVar("Q", Request, MetricRequest)
 
 @dataclass(frozen=True)
 class Resources:
-    """What units run on; not part of their keys.
+    """What units run on; not part of their keys. `chunk` variants are scored at once.
 
-    Attributes:
-        device: The torch device.
-        chunk: Number of variants that are scored at once.
-        data: A data set in Python that replaces the recipe's data.
+    `data` is a data set in Python that replaces the recipe's data.
     """
 
     device: str = "cpu"

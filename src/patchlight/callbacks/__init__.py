@@ -6,23 +6,19 @@ libraries are imported on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from patchlight.callbacks.log import TrainingLog, log_maps
+import lazy_loader
 
 if TYPE_CHECKING:
     from patchlight.callbacks.lightning import LightningCallback as LightningCallback
+    from patchlight.callbacks.log import TrainingLog as TrainingLog
+    from patchlight.callbacks.log import log_maps as log_maps
     from patchlight.callbacks.transformers import TransformersCallback as TransformersCallback
 
-_LATER = {
-    "LightningCallback": "patchlight.callbacks.lightning",
-    "TransformersCallback": "patchlight.callbacks.transformers",
+_NAMES = {
+    "lightning": ["LightningCallback"],
+    "log": ["TrainingLog", "log_maps"],
+    "transformers": ["TransformersCallback"],
 }
-__all__ = ["LightningCallback", "TrainingLog", "TransformersCallback", "log_maps"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'patchlight.callbacks' has no attribute '{name}'")
-    return getattr(importlib.import_module(_LATER[name]), name)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

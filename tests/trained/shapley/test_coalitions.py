@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from patchlight.trained.shapley.coalitions import Coalitions, draw_pairs, draw_uniform
+from patchlight.trained.shapley.settings import Coalitions
+from patchlight.trained.shapley.train import draw_pairs, draw_uniform
 
 PLAYERS, COUNT = 7, 40_000
 

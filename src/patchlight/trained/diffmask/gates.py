@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -194,6 +193,4 @@ class DiffMask(Explainer[Gates]):
         )
 
 
-def load(folder: str | Path, vit: Anatomy | None = None) -> DiffMask:
-    """Read an explainer; with a model, an explainer that was trained for another model is refused."""
-    return DiffMask.read(folder, vit)
+load = DiffMask.read

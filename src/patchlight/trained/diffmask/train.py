@@ -19,7 +19,6 @@ from patchlight.core.progress import Progress
 from patchlight.core.targets import kl_divergence
 from patchlight.evidence.precision import casting, lowered
 from patchlight.trained.batches import epoch_of, images_and_labels, last_batches
-from patchlight.trained.checkpoint import Parts
 from patchlight.trained.diffmask.calibration import Finish, calibrate, finish
 from patchlight.trained.diffmask.gates import DiffMask, Gates, Seen, masked_logits, new_gates, observe
 from patchlight.trained.diffmask.objective import Multipliers, penalty
@@ -29,6 +28,7 @@ from patchlight.trained.loop import (
     Devices,
     Diverged,
     Learner,
+    Parts,
     TrainingRun,
     check_training,
     count_steps,

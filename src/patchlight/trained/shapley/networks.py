@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -277,6 +276,4 @@ class ViTShapley(Explainer[Networks]):
 _JOINED: WeakKeyDictionary[ViTShapley, WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
 
 
-def load(folder: str | Path, vit: Anatomy | None = None) -> ViTShapley:
-    """Read an explainer; with a model, an explainer that was trained for another model is refused."""
-    return ViTShapley.read(folder, vit)
+load = ViTShapley.read

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from patchlight.trained.recipe import TrainingRecipe
 from patchlight.trained.settings import Count, Positive, Training
-from patchlight.trained.shapley.coalitions import Coalitions
 
+Coalitions = Literal["kernel", "binomial", "code"]
 _PAPER: dict[str, Any] = {
     "rank": None,
     "ratio": 4.0,

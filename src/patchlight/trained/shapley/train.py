@@ -16,13 +16,13 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.progress import Progress
 from patchlight.core.targets import kl_divergence
 from patchlight.evidence.ablation import free_chunk
-from patchlight.evidence.coalitions import coalition_logits
+from patchlight.evidence.coalitions import coalition_logits, draw_coalitions, draw_sizes
 from patchlight.evidence.precision import casting, lowered
 from patchlight.trained.batches import LAST_EPOCH, images_and_labels, last_batches
-from patchlight.trained.checkpoint import Parts
 from patchlight.trained.loop import (
     Devices,
     Learner,
+    Parts,
     Report,
     TrainingRun,
     check_training,
@@ -31,7 +31,6 @@ from patchlight.trained.loop import (
     training,
 )
 from patchlight.trained.optimiser import Annealed
-from patchlight.trained.shapley.coalitions import draw_pairs, draw_uniform
 from patchlight.trained.shapley.networks import (
     Change,
     Copy,
@@ -44,7 +43,13 @@ from patchlight.trained.shapley.networks import (
     read_logits,
     read_tokens,
 )
-from patchlight.trained.shapley.settings import Callback, ShapleyProgress, ShapleySettings, SurrogateProgress
+from patchlight.trained.shapley.settings import (
+    Callback,
+    Coalitions,
+    ShapleyProgress,
+    ShapleySettings,
+    SurrogateProgress,
+)
 
 
 def train(
@@ -245,3 +250,24 @@ def _blank(vit: Anatomy) -> Tensor:
 
 def _players(vit: Anatomy) -> int:
     return vit.grid[0] * vit.grid[1]
+
+
+def draw_pairs(count: int, masks: int, players: int, kind: Coalitions, generator: torch.Generator) -> Tensor:
+    """Sample coalitions z [count,masks,d] (True: member) per image; every second is the complement of the previous.
+
+    `kernel`: size k with P(k) proportional to 1 / (k (d - k)), 0 < k < d, then a uniform subset of that size.
+    `binomial`: k as before, then each patch independently with probability 1 - k / d, so sizes vary, and the empty and
+    the full coalition occur. `code`: the same with k - 1 instead of k.
+    """
+    if kind == "kernel":
+        return draw_coalitions(count * masks, players, generator).view(count, masks, players)
+    size = draw_sizes(count * masks // 2, players, generator) - int(kind == "code")
+    drawn = torch.rand(len(size), players, generator=generator, device=generator.device)
+    z = drawn < 1 - size[:, None] / players
+    return torch.stack([z, ~z], 1).view(count, masks, players)
+
+
+def draw_uniform(count: int, players: int, generator: torch.Generator) -> Tensor:
+    """Sample one coalition z [count,1,d] per image: every patch with probability u, u ~ U(0, 1) per image."""
+    u = torch.rand(count, 1, 1, generator=generator, device=generator.device)
+    return torch.rand(count, 1, players, generator=generator, device=generator.device) < u
