@@ -1,1 +1,1 @@
-"""Speed, side by side: every number is a ratio of medians measured alternately in one run."""
+"""Speed benchmarks: every number is a ratio of medians that were measured alternately in one run."""

@@ -1,4 +1,4 @@
-"""What DiffMask costs: a training step beside the frozen model's own work, and an explanation beside one forward."""
+"""The cost of DiffMask: a training step against the frozen model's own work, and an explanation against one forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINING = {"cpu": [(8, "full", 1)], "cuda": [(64, "bf16", 20), (256, "bf16", 10
 
 
 class Forever:
-    """A loader that gives one batch again and again."""
+    """A loader that repeats one batch."""
 
     def __init__(self, images: Tensor) -> None:
         self.images = images

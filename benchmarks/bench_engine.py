@@ -22,7 +22,7 @@ def unfused_gradients(model: torch.nn.Module, images: torch.Tensor) -> torch.Ten
 
 
 def head_over_classifier(vit: pl.Anatomy, images: torch.Tensor, rounds: int = 9) -> tuple[float, float]:
-    """The least seconds of genatt with the classifier's own weights as a head, and with the classifier, in turn."""
+    """Minimum seconds of genatt with the classifier's weights as a head, and with the classifier itself."""
     own = vit.model.head
     asked = vit.ask(pl.heads.Linear(own.weight, own.bias))
     seconds = minima({"head": lambda: pl.explain(asked, images), "own": lambda: pl.explain(vit, images)}, rounds)

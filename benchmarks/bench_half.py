@@ -1,4 +1,4 @@
-"""Variants scored on a CPU in bfloat16: what is gained where the processor has instructions for it, and lost."""
+"""Scoring variants on a CPU in bfloat16, with and without instructions for it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks.common import record
-from patchlight.bench.local import loaded, run
+from patchlight.bench.local import load_planned, run
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import Recipe, override, parse
 
@@ -39,7 +39,7 @@ Del = {{metric = "deletion", steps = {steps}}}
 
 
 def prepared(folder: Path) -> Recipe:
-    """Random weights, smooth pictures of the size of ImageNet's, and a recipe of them."""
+    """Random weights, smooth images of the size of ImageNet's, and a recipe that uses them."""
     torch.manual_seed(0)
     safetensors.torch.save_file(timm.create_model(NAME).state_dict(), folder / "weights.safetensors")
     (folder / "images").mkdir()
@@ -51,7 +51,7 @@ def prepared(folder: Path) -> Recipe:
 
 
 class Clock:
-    """Seconds spent inside functions that are wrapped with it, and none of them inside another."""
+    """Seconds spent in wrapped functions, without counting nested calls twice."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepared(folder)
-        vit = loaded(plan(recipe).groups[0], "cpu")
+        vit = load_planned(plan(recipe).groups[0], "cpu")
         for part in ("embed", "block", "readout"):
             setattr(vit, part, clock.wrap(getattr(vit, part)))
         run(override(recipe, images=BATCH), folder / "warm")

@@ -15,12 +15,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def medians(tasks: dict[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
-    """Median seconds of each task, run in turn `repeats` times after one warm-up, so that drift hits all alike."""
+    """Median seconds of each task. Tasks alternate `repeats` times after one warm-up, so drift affects all equally."""
     return {name: statistics.median(values) for name, values in _timed(tasks, repeats).items()}
 
 
 def minima(tasks: dict[str, Callable[[], object]], repeats: int = 5) -> dict[str, float]:
-    """The least seconds of each task, run so: what it costs where nothing else runs."""
+    """Minimum seconds of each task, measured in the same way: its cost on an idle machine."""
     return {name: min(values) for name, values in _timed(tasks, repeats).items()}
 
 
@@ -59,7 +59,7 @@ def machine(cpu: bool = False) -> str:
 def record(
     name: str, title: str, header: list[str], rows: list[list[str]], command: str = "", cpu: bool = False
 ) -> None:
-    """Print a table, and keep it in results/ with how it was made; `cpu` where it was made there in any case."""
+    """Print a table, and write it to results/ with its command and machine; `cpu` if it always runs on a CPU."""
     command = command or f"python -m benchmarks {name}"
     lines = [
         f"# {title}",

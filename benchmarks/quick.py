@@ -1,4 +1,4 @@
-"""Every recipe with `--quick --limit 4` and small models in place of the papers', timed: wall clock and CPU seconds.
+"""Times every recipe with `--quick --limit 4` and small models: wall-clock and CPU seconds.
 
 `python -m benchmarks.quick DATA [RECIPE…]`: DATA holds `imagenet-val-1000`, `pets-370` and `weights`; recipes go by
 name, and all are run by default.
@@ -56,7 +56,7 @@ def stand_ins(recipe: dict[str, Any], data: Path) -> list[str]:
 
 
 def explainer(recipe: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Gates of two steps for a recipe with `diffmask`, made before the clock starts."""
+    """Gates trained for two steps, for recipes with `diffmask`; not part of the time."""
     named = {label: m if isinstance(m, str) else m["method"] for label, m in recipe["methods"].items()}
     label = next((label for label, method in named.items() if method == "diffmask"), None)
     if label is None:
@@ -82,7 +82,7 @@ def explainer(recipe: dict[str, Any], data: Path, folder: Path) -> list[str]:
 
 
 def timed(*arguments: str | Path) -> tuple[float, float]:
-    """Seconds by the clock and of the CPU that a command took; it must end well."""
+    """Wall-clock and CPU seconds of a command, which must succeed."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([Path(sys.executable).with_name("patchlight"), *arguments], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""Several processes over one, and what a unit costs besides its work."""
+"""The speed-up of several processes, and the overhead of a unit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNITS = 400
 
 
 def workers() -> list[list[str]]:
-    """The same run by one process of one thread and by two, from the first unit to the last; and by one of all."""
+    """The same run by one process with one thread, by two such processes, and by one process with all threads."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepared(folder)
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 
 def timed(folder: Path, out: str, count: int, threads: int) -> tuple[float, float]:
-    """Seconds from the first unit's beginning to the end, and from the process's beginning to the first unit's."""
+    """Seconds from the start of the first unit to the end, and from the start of the process to the first unit."""
     command = [sys.executable, "-c", BEGIN, str(folder / "recipe.json"), str(folder / out), str(count), str(threads)]
     begin = time.time()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -71,7 +71,7 @@ def timed(folder: Path, out: str, count: int, threads: int) -> tuple[float, floa
 
 
 def overhead() -> list[list[str]]:
-    """What a unit costs besides its work: so many units of one image each, less the same images in one."""
+    """The overhead of a unit: many units of one image each, minus the same images in one unit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = parse(SMALL.format(path=pictures(folder / "images", UNITS).as_posix()))
@@ -84,13 +84,13 @@ def overhead() -> list[list[str]]:
 
 
 def _sized(recipe: Recipe, out: Path, size: int) -> float:
-    kept, local.size_of = local.size_of, lambda group, images: size
+    original, local.unit_size = local.unit_size, lambda group, images: size
     try:
         begin = time.perf_counter()
         run(recipe, out)
         return time.perf_counter() - begin
     finally:
-        local.size_of = kept
+        local.unit_size = original
 
 
 def rows() -> Sequence[list[str]]:

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from patchlight.callbacks.log import log_maps as log_maps
     from patchlight.callbacks.transformers import TransformersCallback as TransformersCallback
 
-_NAMES = {
-    "lightning": ["LightningCallback"],
-    "log": ["TrainingLog", "log_maps"],
-    "transformers": ["TransformersCallback"],
-}
+_TRAINERS = {"lightning": ["LightningCallback"], "transformers": ["TransformersCallback"]}
+_NAMES = {"log": ["TrainingLog", "log_maps"], **_TRAINERS}
 __getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

@@ -44,11 +44,9 @@ _TRIES = 2
 
 
 class Budget:
-    """A time budget for logging; a step is expected to take as long as the last one.
+    """Limits logging to a `share` of the time since `begin`, and to `seconds` per step; None for no limit.
 
-    Args:
-        share: Maximum share of the time since `begin`; None for no limit.
-        seconds: Maximum seconds per step; None for no limit.
+    A step is expected to take as long as the last one.
     """
 
     def __init__(self, share: float | None, seconds: float | None) -> None:
@@ -247,9 +245,6 @@ def log_maps(model: Anatomy | nn.Module, images: Any, writer: Any, step: int, **
     Args:
         model, images, writer, **options: As in `TrainingLog`; `every` and `budget` have no effect.
         step: The step.
-
-    Example:
-    >>> log_maps(model, images, SummaryWriter("runs/1"), step)      # doctest: +SKIP
     """
     TrainingLog(model, images, writer, **options).log(step)
 

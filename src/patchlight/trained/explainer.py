@@ -55,9 +55,8 @@ class Explainer(ABC, Generic[Network]):
     """
 
     kind: ClassVar[str]
-    """Name of its JSON file, without the suffix."""
+    """Name of its JSON file; `weights` is that of its safetensors file, both without suffix."""
     weights: ClassVar[str]
-    """Name of its safetensors file, without the suffix."""
     title: ClassVar[str]
     format: ClassVar[int]
     command: ClassVar[str]

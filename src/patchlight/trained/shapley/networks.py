@@ -213,9 +213,8 @@ class Joined:
 
 
 @torch.no_grad()
-def no_patches(surrogate: Anatomy) -> Tensor:
+def no_patches(vit: Anatomy) -> Tensor:
     """v(empty) [C], which does not depend on the image."""
-    vit = surrogate
     blank = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
     none = torch.zeros(1, 1, vit.grid[0] * vit.grid[1], device=vit.device, dtype=torch.bool)
     return vit.probabilities(coalition_logits(vit, blank, none, 1)[0, 0])
