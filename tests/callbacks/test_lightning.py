@@ -103,6 +103,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "patchlight.callbacks.lightning", raising=False)
+    monkeypatch.delitem(vars(pl.callbacks), "LightningCallback", raising=False)
     with pytest.raises(pl.PatchlightError, match="needs lightning: pip install lightning"):
         _ = pl.callbacks.LightningCallback
 

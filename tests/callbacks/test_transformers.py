@@ -84,5 +84,6 @@ def test_what_cannot_be_logged_is_refused_before_the_first_step(tmp_path: Path) 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "patchlight.callbacks.transformers", raising=False)
+    monkeypatch.delitem(vars(pl.callbacks), "TransformersCallback", raising=False)
     with pytest.raises(pl.PatchlightError, match=r"needs transformers: pip install 'patchlight\[hf\]'"):
         _ = pl.callbacks.TransformersCallback
