@@ -265,7 +265,7 @@ def test_the_command_says_what_was_merged(shared: Shared, tmp_path: Path) -> Non
     assert "24 of 24 values" in answer.stderr
     answer = CliRunner().invoke(app, ["bench", "merge", str(shared.first), "--out", out, "--json"])
     assert answer.exit_code == 2
-    assert "holds a run already" in json.loads(answer.stdout)["error"]
+    assert "already holds a run" in json.loads(answer.stdout)["error"]
 
 
 def test_values_are_not_taken_from_other_code_or_another_device(shared: Shared, tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def test_a_node_without_the_extra_or_with_other_code_is_refused_by_name(tmp_path
     (tmp_path / "without" / "pyarrow").mkdir(parents=True)
     (tmp_path / "without" / "pyarrow" / "__init__.py").write_text("raise ModuleNotFoundError('no pyarrow')\n")
     cases = {
-        str(tmp_path / "other"): "has other code of Patchlight .* install the same Patchlight on every node",
+        str(tmp_path / "other"): "has other code of Patchlight .* install the same version of Patchlight on every node",
         os.pathsep.join([str(tmp_path / "without"), str(home.parent)]): r"pip install 'patchlight\[bench\]'",
     }
     with cluster_of(1) as cluster:
