@@ -281,6 +281,6 @@ def test_the_command_line_refuses_what_is_no_shard(images: Path, tmp_path: Path)
     words = ["bench", "run", str(tmp_path / "r.toml"), "--out", str(tmp_path / "run")]
     result = CliRunner().invoke(app, [*words, "--shard", "17/16"])
     assert result.exit_code == 2
-    assert "of 16 shards give 1/16 to 16/16" in result.output
+    assert "with 16 shards, give 1/16 to 16/16" in result.output
     result = CliRunner().invoke(app, [*words, "--device", "cuda:all"])
     assert result.exit_code == 2 or torch.cuda.is_available()

@@ -424,7 +424,7 @@ def test_class_names_of_a_folder_are_looked_up_among_the_models(tmp_path: Path) 
         (f"{name}/a.jpg", labels.index(name)) for name in ("truck", "dog")
     }
     (tmp_path / "images" / "truck").rename(tmp_path / "images" / "trukc")
-    unit_room.opened.cache_clear()
+    unit_room.open_data.cache_clear()
     with pytest.raises(PatchlightError, match=r"has the unknown class 'trukc'; did you mean 'truck'\?"):
         run_unit(units(plan(asked))[0], Resources())
     predicted = run_unit(units(plan(override(asked, target="prediction")))[0], Resources()).rows
@@ -533,13 +533,13 @@ def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None
     with Image.open(folder / "1.png") as picture:
         picture.putpixel((0, 0), (1, 2, 3))
         picture.save(folder / "1.png")
-    unit_room.opened.cache_clear()
+    unit_room.open_data.cache_clear()
     found = run_unit(unit, Resources()).rows
     assert {row.error for row in found if row.image == "0.png"} == {""}
     told = "'1.png' has changed since the run was planned; run the same command again"
     assert {row.error for row in found if row.image == "1.png"} == {told}
     (folder / "1.png").unlink()
-    unit_room.opened.cache_clear()
+    unit_room.open_data.cache_clear()
     assert {row.error for row in run_unit(unit, Resources()).rows if row.image == "1.png"} == {told}
 
 

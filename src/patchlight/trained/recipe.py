@@ -52,7 +52,9 @@ class TrainingRecipe(Spec):
         """
         images = self.data if data is None else data_at(data, self.data)
         if images is None:
-            raise PatchlightError("no images were given; use --images with a folder of images or of CIFAR-10, or --recipe")
+            raise PatchlightError(
+                "no images were given; use --images with a folder of images or of CIFAR-10, or --recipe"
+            )
         images = images if listed is None else images.with_list(listed)
         held = self.held_out if held_out is None else data_at(held_out, self.held_out)
         if held is not None and not held.path:
