@@ -177,8 +177,13 @@ def gallery_row(name: str) -> str:
     return f'<div class="maps">{originals}</div>\n<div class="maps">{cells}</div>\n'
 
 
+def _without_formulas(blocks: list[str], formula: str) -> list[str]:
+    """The blocks of a docstring, without its formulas in plain text if the page has them typeset."""
+    return [block for block in blocks if not (formula and block.startswith("```text"))]
+
+
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
-    summary, *details = as_blocks(method.function)
+    summary, *details = _without_formulas(as_blocks(method.function), formulas.block("methods", method.name))
     formula = formulas.block("methods", method.name)
     if formula:  # set as mathematics above; the docstring has it as text
         details = [part for part in details if not part.startswith("```text")]
@@ -248,7 +253,7 @@ def metric_page(metric: Metric) -> str:
         if data
         else f"patchlight evaluate --method genatt,random --metric {metric.name} --images FOLDER"
     )
-    summary, *details = as_blocks(metric.function)
+    summary, *details = _without_formulas(as_blocks(metric.function), formulas.block("metrics", metric.name))
     parts = [
         f"# {metric.name}",
         summary,

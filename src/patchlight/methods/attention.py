@@ -206,8 +206,17 @@ def attnfrom(b: Evidence) -> Tensor:
     return read_from(b)
 
 
-Pair = Literal["auto", "input", "output"]
-"""Which tokens the attention of block l weights: its input or its output."""
+Pair = Annotated[
+    Literal["auto", "input", "output"],
+    Field(
+        description="Which tokens x are: the output of block l, as in the SkipPLUS code, its input, as in the SkipPLUS "
+        "text and in AttCAT's code, or ('auto') the output under CLS pooling and the input where the classifier reads "
+        "patches."
+    ),
+]
+Last = Annotated[
+    bool, Field(description="Whether the last block's output counts; under CLS pooling it has no gradient on patches.")
+]
 
 
 def _paired(settings: Settings) -> frozenset[str]:
@@ -236,18 +245,12 @@ _PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
     adapts=_pair_of,
     presets=_PAIRS,
 )
-def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
+def attixg(b: Evidence, pair: Pair = "auto", last: Last = False) -> Tensor:
     """Input times gradient of one block's tokens, weighted by the attention they receive.
 
         R_j = (mean_hi A_l[h,i,j]) (sum_d x[j,d] g[j,d])
 
     The map is signed. Preset `skipplus-code` is `pair="output"` everywhere.
-
-    Args:
-        pair: Which tokens x are. "output": those that leave block l, as in the SkipPLUS code. "input": those that enter
-            block l, as in the SkipPLUS text and in AttCAT's code. "auto": "output" under CLS pooling, "input" where the
-            classifier reads patches.
-        last: Whether the last block's output counts; under CLS pooling it has no gradient on patches.
     """
     if pair == "input":
         return read_from(b) * token_ixg(b)
@@ -266,16 +269,11 @@ def attixg(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
     adapts=_pair_of,
     presets=_PAIRS,
 )
-def attcat(b: Evidence, pair: Pair = "auto", last: bool = False) -> Tensor:
+def attcat(b: Evidence, pair: Pair = "auto", last: Last = False) -> Tensor:
     """Input times gradient weighted by attention, summed over the blocks.
 
     This is `attixg.plus`: under CLS pooling the sum covers the outputs of all blocks but the last, otherwise the inputs
     of all blocks; preset `skipplus-code` uses the outputs everywhere. The map is signed.
-
-    Args:
-        pair: Which tokens are weighted: those that enter a block ("input") or leave it ("output"); "auto" is "output"
-            under CLS pooling, otherwise "input".
-        last: Whether the last block's output counts; under CLS pooling it has no gradient on patches.
     """
     return attixg(b, pair, last)
 

@@ -44,6 +44,7 @@ Layer = Annotated[
 Eigen = Annotated[
     bool, Field(description="Replaces the sum over channels by the first principal component of the weighted channels.")
 ]
+Eps = Annotated[float, Field(description="Added to the denominator.")]
 Place = Literal["input", "norm1", "attention", "output"]
 """Where in a block: the tokens that enter it, its first norm's output, its attention module's output (behind the output
 projection, before layer scale and residual sum), and the tokens that leave it."""
@@ -240,7 +241,7 @@ def gradcam_pp(
     layer: Layer = NORM1,
     prefix: Prefix = "exclude",
     sign: Literal["relu", "signed"] = "relu",
-    eps: float = 1e-6,
+    eps: Eps = 1e-6,
     eigen: Eigen = False,
 ) -> Tensor:
     """Grad-CAM++: Grad-CAM whose weights favour patches with large positive gradients.
@@ -252,7 +253,6 @@ def gradcam_pp(
 
     Args:
         sign: "relu" weights by the positive part of the gradient, "signed" by the gradient itself.
-        eps: Added to the denominator.
     """
     a, g = activations(b, layer)
     c, d = counted(a, b, prefix), counted(g, b, prefix)
@@ -272,16 +272,13 @@ def gradcam_pp(
     advice=degenerate_cam,
 )
 def xgradcam(
-    b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
+    b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: Eps = 1e-7, eigen: Eigen = False
 ) -> Tensor:
     """XGradCAM: the channels of one block, weighted by their normalised activation times gradient.
 
         R_i = sum_k w_k a_ik,   w_k = sum_i g_ik a_ik / (sum_j a_jk + eps)
 
     The map is signed. The channels of a ViT may sum to nearly zero, where w_k explodes; `xgradcam+` avoids that.
-
-    Args:
-        eps: Added to the denominator.
     """
     a, _ = activations(b, layer)
     weights = counted(product(b, layer), b, prefix).sum(1) / (counted(a, b, prefix).sum(1) + eps)
@@ -297,16 +294,13 @@ def xgradcam(
     advice=degenerate_cam,
 )
 def xgradcam_abs(
-    b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: float = 1e-7, eigen: Eigen = False
+    b: Evidence, layer: Layer = NORM1, prefix: Prefix = "exclude", eps: Eps = 1e-7, eigen: Eigen = False
 ) -> Tensor:
     """XGradCAM with absolute activations in the weights, so that these stay finite.
 
         R_i = sum_k w_k a_ik,   w_k = sum_i g_ik |a_ik| / (sum_j |a_jk| + eps)
 
     The map is signed.
-
-    Args:
-        eps: Added to the denominator.
     """
     a, g = activations(b, layer)
     size = counted(a, b, prefix).abs()

@@ -21,7 +21,16 @@ Readout = Annotated[
         " over patches or all tokens."
     ),
 ]
-Terms = Literal["layer", "tail"]
+Start = Annotated[int, Field(description="The first block; negative numbers count from the last.")]
+Residual = Annotated[float, Field(description="Share of the identity in each factor.")]
+Scale = Annotated[float, Field(description="Factor of each matrix, against products that explode in deep models.")]
+Terms = Annotated[
+    Literal["layer", "tail"],
+    Field(
+        description="'layer' sums single-block maps, as the paper's numbers do; 'tail' sums the method's own map "
+        "restricted to the blocks from each l on, the literal equation."
+    ),
+]
 
 
 def block_index(layer: int, depth: int) -> int:
@@ -47,24 +56,16 @@ def _last(maps: LayerMaps, layer: int = -1, readout: Readout = "pooling") -> Ten
 LAST = Composition(_last, lambda depth, s: (block_index(s["layer"], depth),), staged=True)
 
 
-def _first(maps: LayerMaps, start: int = 0) -> Tensor:
-    """The map at the input of block `start`.
-
-    Args:
-        start: The block; negative numbers count from the last.
-    """
+def _first(maps: LayerMaps, start: Start = 0) -> Tensor:
+    """The map at the input of block `start`."""
     return maps.vector(block_index(start, maps.vit.depth))
 
 
 FIRST = Composition(_first, lambda depth, s: (block_index(s["start"], depth),), staged=True)
 
 
-def _additive(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
-    """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product.
-
-    Args:
-        start: The first block of the product.
-    """
+def _additive(maps: LayerMaps, start: Start = 0, readout: Readout = "pooling") -> Tensor:
+    """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product."""
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
         row = maps.merged(row, layer + 1)
@@ -77,20 +78,17 @@ ADDITIVE = Composition(_additive, _from_start, staged=True)
 
 def _rollout(
     maps: LayerMaps,
-    start: int = 0,
-    residual: float = 0.5,
+    start: Start = 0,
+    residual: Residual = 0.5,
     normalise: Literal["rows", "none", "vit-explain"] = "rows",
-    scale: float = 1.0,
+    scale: Scale = 1.0,
     readout: Readout = "pooling",
 ) -> Tensor:
     """r <- r N((1 - residual) M_l + residual I) from the last block to the first.
 
     Args:
-        start: The first block of the product.
-        residual: Share of the identity in each factor.
         normalise: "rows" divides each row by its sum; "vit-explain" divides column j by the sum of row j, as that code
             does; "none" divides nothing.
-        scale: Factor of M_l.
     """
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
@@ -108,14 +106,8 @@ def _rollout(
 ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True, staged=True)(_rollout)
 
 
-def _plus(maps: LayerMaps, start: int = 0, terms: Terms = "layer", readout: Readout = "pooling") -> Tensor:
-    """PLUS: the unweighted sum of the blocks' raw maps from `start` on.
-
-    Args:
-        start: The first block of the sum.
-        terms: "layer" sums single-block maps, as the paper's numbers do; "tail" sums the method's own map restricted to
-            the blocks from each l on, the literal equation.
-    """
+def _plus(maps: LayerMaps, start: Start = 0, terms: Terms = "layer", readout: Readout = "pooling") -> Tensor:
+    """PLUS: the unweighted sum of the blocks' raw maps from `start` on."""
     layers = _from_start(maps.vit.depth, {"start": start})
     if terms == "layer":
         return torch.stack([maps.vector(layer, readout) for layer in layers]).sum(0)
@@ -128,24 +120,16 @@ def _plus(maps: LayerMaps, start: int = 0, terms: Terms = "layer", readout: Read
 PLUS = register_composition("plus", span=_from_start, staged=True)(_plus)
 
 
-def _sum(maps: LayerMaps, start: int = 0, readout: Readout = "pooling") -> Tensor:
-    """PLUS, for names that mean a sum over the blocks from `start` on.
-
-    Args:
-        start: The first block of the sum.
-    """
+def _sum(maps: LayerMaps, start: Start = 0, readout: Readout = "pooling") -> Tensor:
+    """PLUS, for names that mean a sum over the blocks from `start` on."""
     return _plus(maps, start, readout=readout)
 
 
 SUM = Composition(_sum, _from_start, staged=True)
 
 
-def _mean(maps: LayerMaps, start: int = 0) -> Tensor:
-    """The mean of the blocks' maps [B,N] from `start` on.
-
-    Args:
-        start: The first block of the mean; negative numbers count from the last.
-    """
+def _mean(maps: LayerMaps, start: Start = 0) -> Tensor:
+    """The mean of the blocks' maps [B,N] from `start` on."""
     layers = _from_start(maps.vit.depth, {"start": start})
     return torch.stack([maps.vector(layer) for layer in layers]).mean(0)
 
@@ -172,8 +156,6 @@ def _skipplus(
     Args:
         start: The first block of the sum; None is m.
         rounding: "ceil": m = ceil(L/2), as the paper. "floor": m = L // 2, as the released code.
-        terms: "layer" sums single-block maps; "tail" sums the method's own map from each block on, the literal
-            equation.
     """
     return _plus(maps, half(maps.vit.depth, start, rounding), terms, readout)
 

@@ -8,9 +8,10 @@ distances are computed for some rows at a time.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,23 +21,21 @@ from patchlight.core.errors import DegenerateMap, warn
 from patchlight.core.registry import Settings
 from patchlight.evidence.record import Evidence
 from patchlight.methods.base import Composition, LayerMaps, layer_map
-from patchlight.methods.compositions import LAST, ROLLOUT, Readout
+from patchlight.methods.compositions import LAST, ROLLOUT, Readout, Residual, Scale, Start
 
-FFN = Literal["skip", "norm2"]
+FFN = Annotated[
+    Literal["skip", "norm2"],
+    Field(description="'skip' uses V; 'norm2' uses V + LN2(V), as the SkipPLUS authors' port."),
+]
+ValueBias = Annotated[bool, Field(description="Whether V keeps the bias of the values; all other biases are left out.")]
 _CHUNK = 32_000_000
 """Numbers in memory at once for an l1 distance."""
 
 
 def _product(
-    maps: LayerMaps, start: int = 0, residual: float = 0.0, scale: float = 1.0, readout: Readout = "pooling"
+    maps: LayerMaps, start: Start = 0, residual: Residual = 0.0, scale: Scale = 1.0, readout: Readout = "pooling"
 ) -> Tensor:
-    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`; nothing is normalised.
-
-    Args:
-        start: The first block of the product.
-        residual: Share of the identity in each factor.
-        scale: Factor of each matrix, against products that explode in deep models.
-    """
+    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`; nothing is normalised."""
     return ROLLOUT.function(maps, start, residual, "none", scale, readout)
 
 
@@ -143,7 +142,7 @@ _norms = partial(
 
 @_norms("attin", paper="Kobayashi et al., EMNLP 2020 and 2021", aliases=("attention-norm",), combine=LAST)
 def attin(
-    b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: bool = True
+    b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: ValueBias = True
 ) -> Tensor:
     """Size of the vectors that attention moves to the CLS token in the last block; ignores the class.
 
@@ -154,7 +153,6 @@ def attin(
     Args:
         vectors: "attention" is the formula above. "residual" adds x_i to the vector where i = j. "norm" also applies
             the linear part of the second norm, gamma (V - mean V) / std(u_i).
-        value_bias: Whether the values keep their bias.
     """
     w = head_vectors(b, value_bias)
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
@@ -167,7 +165,7 @@ def attin(
     composed=_PLAIN_PRODUCT,
     presets={"skipplus": {"ffn": "norm2", "rounding": "floor"}},
 )
-def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
+def globenc(b: Evidence, ffn: FFN = "skip", value_bias: ValueBias = False) -> Tensor:
     """Norms of the vectors that tokens pass to each other, multiplied over the blocks; ignores the class.
 
         R = prod_l M_l,   M_l[i,j] = ||V[i,j]||,   V with the skip connection, without the MLP
@@ -176,8 +174,6 @@ def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     models; `scale` multiplies each matrix. Preset `skipplus` is the port of the SkipPLUS authors, with its L // 2.
 
     Args:
-        ffn: "skip" uses V; "norm2" uses V + LN2(V), as the port of the SkipPLUS authors does.
-        value_bias: Whether V keeps the bias W_V beta + b_V of the values; all other biases are left out.
     """
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
@@ -190,7 +186,10 @@ def globenc(b: Evidence, ffn: FFN = "skip", value_bias: bool = False) -> Tensor:
     presets={"skipplus": {"ffn": "norm2", "reference": "block_out", "rounding": "floor"}},
 )
 def alti(
-    b: Evidence, ffn: FFN = "skip", reference: Literal["attn_out", "block_out"] = "attn_out", value_bias: bool = False
+    b: Evidence,
+    ffn: FFN = "skip",
+    reference: Literal["attn_out", "block_out"] = "attn_out",
+    value_bias: ValueBias = False,
 ) -> Tensor:
     """How much each token contributes to each other token, multiplied over the blocks; ignores the class.
 
@@ -201,10 +200,8 @@ def alti(
     half starts at L // 2; many rows are then zero.
 
     Args:
-        ffn: "skip" uses V; "norm2" uses V + LN2(V).
         reference: What y_i is: "attn_out", the token after attention and its skip connection, or "block_out", the
             block's output.
-        value_bias: Whether V keeps the bias of the values.
     """
     y = b.u if reference == "attn_out" else b.y
     scores = (y.abs().sum(-1, keepdim=True) - l1_distances(b, head_vectors(b, value_bias), y, ffn)).clamp_(min=0)

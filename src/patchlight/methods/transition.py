@@ -18,7 +18,10 @@ from patchlight.methods.base import Ask, LayerMaps, own_passes
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
 
-Steps = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=1, description="Number of alphas.")]
+WithIntegral = Annotated[
+    bool, Field(description="Whether the gradient is averaged over alphas; otherwise it is that of the image alone.")
+]
 
 
 def _first_block(start: int | None, usual: int, depth: int) -> int:
@@ -98,7 +101,7 @@ def tam(
     ask: Ask,
     start: int | None = None,
     steps: Steps = 20,
-    with_integral: bool = True,
+    with_integral: WithIntegral = True,
     first_state: bool = False,
     readout: Readout = "pooling",
 ) -> Tensor:
@@ -113,8 +116,6 @@ def tam(
 
     Args:
         start: The first block; None: block 4, or the last of a shallower model.
-        steps: Number of alphas.
-        with_integral: Whether the gradient is averaged over alphas; otherwise it is that of the image alone.
         first_state: Whether r keeps its value at the last block.
     """
     depth = ask.vit.depth
@@ -159,7 +160,11 @@ def value_ratio(b: Evidence) -> Tensor:
     presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
 )
 def bt_h(
-    ask: Ask, start: int | None = None, steps: Steps = 20, with_integral: bool = True, readout: Readout = "pooling"
+    ask: Ask,
+    start: int | None = None,
+    steps: Steps = 20,
+    with_integral: WithIntegral = True,
+    readout: Readout = "pooling",
 ) -> Tensor:
     """Attention weighted head by head and accumulated over the blocks, times an integrated gradient.
 
@@ -171,8 +176,6 @@ def bt_h(
 
     Args:
         start: The first block; None: block 3, or the last of a shallower model.
-        steps: Number of alphas.
-        with_integral: Whether the gradient is averaged over alphas; otherwise it is that of the image alone.
     """
     first = _first_block(start, 3, ask.vit.depth)
     seen = _layer_pass(ask, _by_importance, {"A", "G"}, first)
@@ -193,7 +196,11 @@ def bt_h(
     presets={"tis": {"start": 0}, "interpretdl": {"start": 3, "score": "probability"}},
 )
 def bt_t(
-    ask: Ask, start: int | None = None, steps: Steps = 20, with_integral: bool = True, readout: Readout = "pooling"
+    ask: Ask,
+    start: int | None = None,
+    steps: Steps = 20,
+    with_integral: WithIntegral = True,
+    readout: Readout = "pooling",
 ) -> Tensor:
     """Attention weighted token by token and accumulated over the blocks, times an integrated gradient.
 
@@ -204,8 +211,6 @@ def bt_t(
 
     Args:
         start: The first block; None: block 6, or the last of a shallower model.
-        steps: Number of alphas.
-        with_integral: Whether the gradient is averaged over alphas; otherwise it is that of the image alone.
     """
     first = _first_block(start, 6, ask.vit.depth)
     seen = _layer_pass(ask, lambda b: b.heads_mean * value_ratio(b)[:, None], {"A", "v", "x"}, first)
