@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -134,11 +135,13 @@ def command_line() -> str:
         "the shell complete methods, metrics, models, settings and presets. Exit codes: 0 done; 2 wrong request, with "
         "an error message; 3 some images failed, the others are done; 75 stopped on request, the same command resumes.",
     ]
+    examples = tomllib.loads((SOURCE / "cli" / "help.toml").read_text(encoding="utf-8"))["examples"]["commands"]
     for name, command in commands(typer.main.get_command(app)):
         given = [one for one in command.params if one.param_type_name == "argument"]
         options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
         usage = " ".join([name, *map(_used, given), "[OPTIONS]"])
-        parts += [f"## {name}", as_markdown(" ".join((command.help or "").split())), f"```text\n{usage}\n```"]
+        block = "\n".join([usage, "", *(line for line in examples if f"{line} ".startswith(f"{name} "))]).strip()
+        parts += [f"## {name}", as_markdown(" ".join((command.help or "").split())), f"```text\n{block}\n```"]
         rows = [(code(_argument(one)), as_markdown(one.help or ""), "") for one in given]
         rows += [
             (
