@@ -50,7 +50,7 @@ CAVEATS = (
 
 @dataclass(frozen=True)
 class Explained:
-    """What a report is given about one image.
+    """The content of a report about one image.
 
     Attributes:
         name: What the report calls the image.

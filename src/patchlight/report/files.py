@@ -132,15 +132,15 @@ def plan_files(paths: Sequence[str], folder: Path | None, save: str | None) -> l
     """Every image once, with distinct output names that mirror the folders."""
     images: dict[Path, tuple[Path, Path]] = {}
     outputs = [Path(o).resolve() for o in (folder, save) if o is not None]
-    for given in map(Path, paths):
-        if not given.is_dir():
-            images.setdefault(given.resolve(), (given, Path(given.name)))
+    for source in map(Path, paths):
+        if not source.is_dir():
+            images.setdefault(source.resolve(), (source, Path(source.name)))
             continue
-        below = [o for o in outputs if o != given.resolve() and o.is_relative_to(given.resolve())]
-        for path in list_images(given):
+        below = [o for o in outputs if o != source.resolve() and o.is_relative_to(source.resolve())]
+        for path in list_images(source):
             if not any(path.resolve().is_relative_to(o) for o in below):
-                within = path.relative_to(given)
-                images.setdefault(path.resolve(), (path, within if len(paths) == 1 else given.resolve().name / within))
+                within = path.relative_to(source)
+                images.setdefault(path.resolve(), (path, within if len(paths) == 1 else source.resolve().name / within))
     if not images:
         raise PatchlightError(f"no images in '{paths[0]}' besides earlier output")
     items = []
@@ -208,11 +208,11 @@ def write_explanations(
         )
         done.written.append(str(task.figure))
     if task.report is not None and first is not None:
-        known = [
+        warnings = [
             words for words in done.log.warnings if "the map of image" not in words
         ]  # the section of the image says so
         left_out = [sentence for _, sentence in done.log.errors]
-        page = report_html(sections, describe_run(*first, task.command, known, left_out))
+        page = report_html(sections, describe_run(*first, task.command, warnings, left_out))
         write_atomic(task.report, page.encode(errors="backslashreplace"))
         done.written.append(str(task.report))
     return done

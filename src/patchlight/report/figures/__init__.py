@@ -1,4 +1,4 @@
-"""The figures of the papers by name, drawn with whatever model and images are given: `draw("skipplus-2", …)`."""
+"""The figures of the papers by name, drawn with your model and images: `draw("skipplus-2", …)`."""
 
 from patchlight.report.figures.base import FIGURES as FIGURES
 from patchlight.report.figures.base import draw as draw

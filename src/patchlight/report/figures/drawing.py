@@ -258,34 +258,34 @@ class Drawing:
         return sheet.pictures(self.note, rows, width, signed)
 
 
-def read_drawing(vit: Anatomy, images: Any, given: Mapping[str, Any], most: int | None) -> Drawing:
+def read_drawing(vit: Anatomy, images: Any, annotations: Mapping[str, Any], most: int | None) -> Drawing:
     """Preprocess the images and their annotations; unreadable images are skipped.
 
     Args:
         vit: The model.
         images: A folder, paths, PIL images, a tensor or a data set.
-        given: Labels, boxes and masks by name; None if not given.
+        annotations: Labels, boxes and masks by name; None if there are none.
         most: The largest number of images to take.
     """
     data = None if isinstance(images, Tensor) else images if isinstance(images, Data) else _as_data(images)
     count = len(images) if data is None else len(data)
-    for what, values in given.items():
+    for what, values in annotations.items():
         if values is not None and len(values) != count:
             raise PatchlightError(f"{len(values)} {what} for {count} images; give one per image")
 
     def read(model: Anatomy, chosen: Sequence[int]) -> Drawing:
         drawing = _of_tensor(model, images, chosen) if data is None else _of_data(model, data, chosen)
-        annotations: dict[str, Any] = {}
-        if given["labels"] is not None:
-            targets = resolve_targets(list(given["labels"]), count, model.outcomes, model.labels)
+        parts: dict[str, Any] = {}
+        if annotations["labels"] is not None:
+            targets = resolve_targets(list(annotations["labels"]), count, model.outcomes, model.labels)
             assert targets is not None
-            annotations["labels"] = targets.index[:, 0][list(chosen)]
+            parts["labels"] = targets.index[:, 0][list(chosen)]
         if model is vit or model.preprocess == vit.preprocess:  # boxes and masks lie on the first model's input
-            if given["boxes"] is not None:
-                annotations["boxes"] = [given["boxes"][i] for i in chosen]
-            if given["masks"] is not None:
-                annotations["masks"] = torch.stack([torch.as_tensor(given["masks"][i]) for i in chosen])
-        return replace(drawing, **annotations, chosen=tuple(chosen), read=read)
+            if annotations["boxes"] is not None:
+                parts["boxes"] = [annotations["boxes"][i] for i in chosen]
+            if annotations["masks"] is not None:
+                parts["masks"] = torch.stack([torch.as_tensor(annotations["masks"][i]) for i in chosen])
+        return replace(drawing, **parts, chosen=tuple(chosen), read=read)
 
     return read(vit, range(count)[:most] if data is None else _readable(data, most))
 

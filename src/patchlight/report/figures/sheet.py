@@ -55,10 +55,10 @@ def blank(note: str, height: float, width: float = PAGE) -> ShownFigure:
 
     lines = wrapped(note, width - 2 * PAPER.edge, PAPER.small, " ")
     below = PAPER.edge + PAPER.small_line * len(lines) + (0.03 if lines else 0.0)
-    whole = height + below
-    fig = ShownFigure(figsize=(width, whole), dpi=DPI, facecolor="white", layout="constrained")
+    total = height + below
+    fig = ShownFigure(figsize=(width, total), dpi=DPI, facecolor="white", layout="constrained")
     engine: Any = fig.get_layout_engine()
-    engine.set(rect=(0.0, below / whole, 1.0, 1.0 - below / whole), w_pad=0.03, h_pad=0.03)
+    engine.set(rect=(0.0, below / total, 1.0, 1.0 - below / total), w_pad=0.03, h_pad=0.03)
     write_note(fig, lines, PAPER)
     return fig
 
