@@ -45,6 +45,8 @@ def cpu_seconds(arguments: tuple[str, ...], source: str, cache: str) -> float:
     """CPU seconds of one Python process; infinite if it fails. A server is stopped as soon as it prints its address."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATCHLIGHT_CACHE": cache, "PYTHONPATH": source}
+    environment["PYTHONPYCACHEPREFIX"] = f"{Path(cache).parents[1]}/compiled"  # once, as in an installation
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     words = [sys.executable, *arguments]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) as run:
         assert run.stderr is not None
