@@ -482,13 +482,11 @@ def _row_labels(
 
 def _several_words(att: Attribution) -> list[str]:
     """The explained classes of each row, numbered like the columns, if rows have different classes."""
-    if att.scores.ndim != 4:
-        return []
-    count = att.scores.shape[1]
+    count = att.scores.shape[1] if att.scores.ndim == 4 else 0
     rows = [tuple(map(short, att.target_names[r * count : (r + 1) * count])) for r in range(len(att))]
-    return (
-        [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows] if len(set(rows)) > 1 else []
-    )
+    if len(set(rows)) <= 1:
+        return []
+    return [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows]
 
 
 def _wrapped(words: str) -> str:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.core.attribution import Attributions
 from patchlight.core.drawing.heat import Scale, blend
 from patchlight.core.drawing.pictures import in_bands, percent
 from patchlight.core.errors import DegenerateMap, PatchlightError
@@ -54,11 +55,15 @@ def maps(drawing: Drawing, shown: Count = 1, methods: Methods = NO_METHODS, *, l
     attributions = drawing.explain(methods)
     rows: list[Row] = []
     for i, name in enumerate(drawing.class_names):
-        titles = [""] * len(attributions) if labelled and rows else list(attributions)
-        heats = [Tile(drawing.positive(i, att), t) for t, att in zip(titles, attributions.values(), strict=True)]
+        heats = _heats(drawing, attributions, i, titled=not (labelled and rows))
         picture = Tile(drawing.pictures[i], "" if labelled else name)
         rows += [Row([picture, *heats], name)] if labelled else map(Row, in_bands([picture, *heats], WIDE))
     return drawing.rows(rows)
+
+
+def _heats(drawing: Drawing, maps: Attributions, i: int, *class_number: int, titled: bool = True) -> list[Tile]:
+    """The positive parts of all maps of image i; with several classes, of the class with that number."""
+    return [Tile(drawing.positive(i, att, *class_number), label if titled else "") for label, att in maps.items()]
 
 
 @layout
@@ -116,9 +121,8 @@ def composed(
     above, below = (drawing.explain({label: table[label] for label in working}) for table in (upper, lower))
     rows = []
     for i, name in enumerate(drawing.class_names):
-        heats = [Tile(drawing.positive(i, att), label) for label, att in above.items()]
-        rows.append(Row([Tile(drawing.pictures[i], name), *heats], "as published"))
-        rows.append(Row([None, *(Tile(drawing.positive(i, att)) for att in below.values())], "with SkipPLUS"))
+        rows.append(Row([Tile(drawing.pictures[i], name), *_heats(drawing, above, i)], "as published"))
+        rows.append(Row([None, *_heats(drawing, below, i, titled=False)], "with SkipPLUS"))
     return drawing.rows(rows)
 
 
@@ -140,7 +144,7 @@ def classes(
     rows: list[Row] = []
     for i, pair in enumerate(targets):
         for t, index in enumerate(pair):
-            heats = [Tile(drawing.positive(i, att, t), "" if rows else label) for label, att in attributions.items()]
+            heats = _heats(drawing, attributions, i, t, titled=not rows)
             rows.append(Row([None if t else Tile(drawing.pictures[i]), *heats], drawing.name_of(index)))
     return drawing.rows(rows)
 
@@ -299,13 +303,7 @@ def metrics(drawing: Drawing, methods: Methods = NO_METHODS, points: Count = 9, 
         drawing.say_intervals("bars")
     models = _models(drawing)
     evaluations = [model.evaluate(model.working(methods), skipplus_metrics(model, points)) for model in models]
-    tables: list[Measured] = []
-    for measured in evaluations:
-        by_method = {}
-        for label, values in measured.items():
-            scales = {metric: 100 if metric == "Segmentation AP" else 1 for metric in values}  # others are in per cent
-            by_method[label] = {m: tuple(scales[m] * v for v in (e.mean, *e.interval())) for m, e in values.items()}
-        tables.append(by_method)
+    tables = [{label: _per_cent(values) for label, values in measured.items()} for measured in evaluations]
     fig = (_radar if chart == "radar" else _dots)(drawing, models, tables)
     for model, measured, table in zip(models, evaluations, tables, strict=True):
         for label, values in measured.items():
@@ -314,6 +312,15 @@ def metrics(drawing: Drawing, methods: Methods = NO_METHODS, points: Count = 9, 
                 place = {"images": evaluation.count, "panel": model.vit.name, "quantity": metric}
                 record(fig, label, mean, (low, high), **place)
     return fig
+
+
+def _per_cent(evaluations: Mapping[str, Evaluation]) -> dict[str, tuple[float, float, float]]:
+    """Mean and interval by metric; all metrics but segmentation AP are in per cent already."""
+    table = {}
+    for metric, evaluation in evaluations.items():
+        factor, (low, high) = 100 if metric == "Segmentation AP" else 1, evaluation.interval()
+        table[metric] = factor * evaluation.mean, factor * low, factor * high
+    return table
 
 
 def _colour(label: str) -> str:

@@ -56,17 +56,11 @@ def record(
     panel: str = "",
     quantity: str = "",
 ) -> None:
-    """Record a number with the figure that shows it; the arguments are the fields of `FigureNumber`.
+    """Record a number with the figure that shows it; the other arguments are fields of `FigureNumber`.
 
     Args:
-        where: The axes, which give `panel`, `axis` and `quantity` by default; or the figure.
-        series: The line, row or method.
-        value: The number, or the mean over images.
-        interval: Its 95 % interval.
-        x: Position on the x axis: a number or a name.
-        images: Number of images.
-        panel: Name of the panel; by default the title of the axes.
-        quantity: What the number is; by default the label of the y axis.
+        where: The axes, whose title and labels are the defaults of `panel`, `axis` and `quantity`; or the figure.
+        interval: The 95 % interval, `low` and `high`.
     """
     axes: Any = where if hasattr(where, "get_ylabel") else None
     numbers = getattr(where if axes is None else axes.figure, "numbers", None)
