@@ -87,9 +87,7 @@ def planned_sample(data: Data, index: int, content: str) -> Sample:
     found = sample_digest(sample) if data.sources is None else content_of(data, index)
     if found.partition("-")[0] != content.partition("-")[0]:
         name = data.names[index]
-        raise PatchlightError(
-            f"'{name}' has changed since the run was planned; run the same command again to plan it again"
-        )
+        raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
     return sample
 
 

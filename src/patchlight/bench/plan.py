@@ -319,9 +319,7 @@ def as_planned(data: Data, images: Images) -> Data:
     def read(name: str) -> Sample:
         index, content = planned[name]
         if not (index < len(data) and data.names[index] == name):
-            raise PatchlightError(
-                f"'{name}' has changed since the run was planned; run the same command again to plan it again"
-            )
+            raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
         return planned_sample(data, index, content)
 
     return replace(data, names=images.names, read=read)

@@ -138,9 +138,7 @@ def load_planned(group: Group, device: str) -> Anatomy:
     """Load a group's model; an error if it differs from the planned one."""
     vit = load_model(group.model, device)
     if model_digest(vit) != group.digest:
-        raise PatchlightError(
-            f"{vit.name} has changed since the run was planned; run the same command again to plan it again"
-        )
+        raise PatchlightError(f"{vit.name} has changed since the run was planned; run the same command again")
     return vit
 
 
