@@ -101,7 +101,7 @@ class Visit:
 @contextlib.contextmanager
 def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
     """A visit in a context of its own; nothing is kept from others."""
-    options = {"viewport": {"width": 1280, "height": 900}, "accept_downloads": True, **options}
+    options = {"viewport": {"width": 1400, "height": 900}, "accept_downloads": True, **options}
     context: BrowserContext = browser.new_context(**options)
     context.set_default_timeout(60_000)
     context.add_init_script(WATCH)

@@ -24,8 +24,8 @@ from tests.web.server import Server, serving
 
 WARM, DRIFT, FREED = 20.0, 50.0, 1.0
 """Seconds of warming up, MB that memory may move afterwards, and seconds until a cancelled worker is free."""
-ACTIONS = 2 * ["facts", "inside"] + 3 * ["see"] + 4 * ["predict", "compare"] + 5 * ["poke"]
-ACTIONS += ["cancel", "measure", "take"]
+ACTIONS = 2 * ["facts", "inside"] + 3 * ["see"] + 4 * ["predict", "compare"] + 5 * ["hide"]
+ACTIONS += ["cancel", "measure", "download"]
 """What a client does, and how often."""
 
 
@@ -83,11 +83,12 @@ class Person:
                 await self.ask("GET", f"images/{image}{query}")
         elif action in ("predict", "inside"):
             await self.ask("POST", action, json={"image": await self.image()})
-        elif action == "poke":
+        elif action == "hide":
             image = await self.image()
             for unit in ("patch", "token", "patch", "token"):
                 patches = self.random.sample(range(64), self.random.randrange(1, 40))
                 await self.ask("POST", "ablate", json={"image": image, "removed": [patches], "unit": unit})
+            await self.ask("POST", "hide", json={"image": image})
         elif action == "compare":
             await self.follow(await self.job("explain", *self.random.sample(self.methods, 2)))
         elif action == "cancel":

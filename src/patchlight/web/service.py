@@ -285,13 +285,8 @@ class ModelService:
         def facts(info: MethodInfo, request: Request) -> schemas.MethodFacts:
             ignores = (request.suited(self.vit) if info.supported else request).ignores_class
             purpose, seconds = self._recommended.get(info.name, ""), self.seconds.get(info.name)
-            known: dict[str, Any] = {
-                "quick": is_quick(request),
-                "ignores_class": ignores,
-                "purpose": purpose,
-                "seconds": seconds,
-            }
-            return schemas.MethodFacts(**vars(info), **known)
+            more = vars(info) | {"purpose": purpose, "seconds": seconds, "ignores_class": ignores}
+            return schemas.MethodFacts(**more, quick=is_quick(request))
 
         return [facts(info, resolve(info.name)) for info in self._listed]
 
