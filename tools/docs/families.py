@@ -57,7 +57,8 @@ print({{name: tuple(att.grid) for name, att in maps.items()}})
 
 def _example(opening: str, *methods: str, channels: int = 3) -> str:
     shown = _SHOW.format(channels=channels, methods='", "'.join(methods or ("genatt", "decompx.plus", "gradcam")))
-    return opening.strip() + "\n" + shown
+    imports, _, body = opening.strip().partition("\n\n")
+    return f"{imports}\n\nimport patchlight as pl\n\n{body}\n{shown}"
 
 
 KINDS = (
@@ -70,8 +71,6 @@ KINDS = (
         _example("""
 import timm
 import torch
-
-import patchlight as pl
 
 model = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=10)
 vit = pl.wrap(model)
@@ -89,8 +88,6 @@ vit = pl.wrap(model)
 import timm
 import torch
 
-import patchlight as pl
-
 model = timm.create_model("eva02_tiny_patch14_224", depth=3, num_classes=10)
 vit = pl.wrap(model)
 """),
@@ -107,8 +104,6 @@ vit = pl.wrap(model)
             """
 import timm
 import torch
-
-import patchlight as pl
 
 model = timm.create_model("cait_xxs24_224", depth=3, num_classes=10)
 vit = pl.wrap(model)
@@ -131,8 +126,6 @@ vit = pl.wrap(model)
             """
 import timm
 import torch
-
-import patchlight as pl
 
 model = timm.create_model(
     "swin_tiny_patch4_window7_224",
@@ -159,8 +152,6 @@ vit = pl.wrap(model, stage=2)
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-import patchlight as pl
-
 config = ViTConfig(
     hidden_size=48,
     num_hidden_layers=3,
@@ -183,8 +174,6 @@ vit = pl.wrap(ViTForImageClassification(config).eval())
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
-import patchlight as pl
-
 config = Dinov2Config(
     hidden_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=224
 )
@@ -203,8 +192,6 @@ vit = pl.wrap(
         _example("""
 import open_clip
 import torch
-
-import patchlight as pl
 
 vision = {
     "image_size": 64,
@@ -234,8 +221,6 @@ vit = pl.wrap(model, head=pl.heads.Texts(torch.randn(2, 32), ["a dog", "a cat"])
 import torch
 from torchvision.models import VisionTransformer
 
-import patchlight as pl
-
 model = VisionTransformer(
     image_size=64,
     patch_size=16,
@@ -258,8 +243,6 @@ vit = pl.wrap(model.eval())
 import timm
 import torch
 from torch import nn
-
-import patchlight as pl
 
 
 class Mine(nn.Module):

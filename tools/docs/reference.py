@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Entry, Setting, describe_type
 from patchlight.evidence.ablation import ABLATION
-from patchlight.evidence.rules import RULES
-from patchlight.methods.base import (
-    CAPTURED,
-    COMPOSITIONS,
-    GROUPS,
-    METHODS,
-    PASSES,
-    Ablates,
-    LayerMap,
-    Method,
-    OwnPasses,
-)
-from patchlight.methods.requests import AUTO, resolve
+from patchlight.methods.base import CAPTURED, GROUPS, METHODS, PASSES, Ablates, LayerMap, Method, OwnPasses
+from patchlight.methods.requests import AUTO
 from patchlight.metrics.base import METRICS, Metric
+from patchlight.study.catalogue import method_rows
 from tools.docs import formulas
 from tools.docs.families import KINDS
 from tools.docs.pictures import COMPOSED, PHOTOS
@@ -34,6 +24,11 @@ from tools.docs.words import as_blocks, as_markdown, code, table, toctree
 
 COMMON = {*ABLATION, *PASSES, *CAPTURED}
 """Settings that many have and `docs/methods.md` explains."""
+COMPUTATION = {
+    LayerMap: "computed inside the shared forward (and backward) pass",
+    Ablates: "scores variants of the image",
+    OwnPasses: "runs its own passes",
+}
 
 
 def references() -> Any:
@@ -77,39 +72,24 @@ def presets_table(entry: Entry) -> str:
     return table(("preset", "settings"), ((code(name), listed(values)) for name, values in entry.presets.items()))
 
 
-def suffixes(method: Method) -> list[str]:
-    """The compositions and rules that may follow a method's name."""
-    allowed = []
-    for word in [*COMPOSITIONS, *(rule for rule in RULES if rule != "plain")]:
-        try:
-            resolve(f"{method.name}.{word}")
-        except PatchlightError:
-            continue
-        allowed.append(f".{word}")
-    return allowed
-
-
-def how_it_works(method: Method) -> str:
-    if isinstance(method, LayerMap):
-        return "computed inside the shared forward (and backward) pass"
-    if isinstance(method, Ablates):
-        return "scores variants of the image"
-    assert isinstance(method, OwnPasses)
-    return "runs its own passes"
+@cache
+def suffixes() -> dict[str, str]:
+    """By method, the compositions and rules that may follow its name."""
+    rows = ((row["name"], [*row["compositions"], *row["rules"]]) for row in method_rows())
+    return {name: ", ".join(code(f".{word}") for word in words) or "nothing" for name, words in rows}
 
 
 def facts(method: Method) -> str:
     yes = {True: "yes", False: "no"}
-    allowed = ", ".join(code(word) for word in suffixes(method)) or "nothing"
     rows = [
         ("paper", as_markdown(method.paper)),
         ("also called", ", ".join(map(code, method.aliases)) or "–"),
         ("cost", as_markdown(method.cost)),
-        ("computation", how_it_works(method)),
+        ("computation", next(text for kind, text in COMPUTATION.items() if isinstance(method, kind))),
         ("resolution", ", ".join(map(code, method.levels)) + " (the first is the default)" * (len(method.levels) > 1)),
         ("explains", "ignores the class" if method.ignores_class else f"the {method.score}"),
         ("depends on the seed", yes[method.stochastic]),
-        ("may be followed by", allowed),
+        ("may be followed by", suffixes()[method.name]),
         ("source", f"`{method.function.__module__.replace('.', '/')}.py`"),
     ]
     return table(("", ""), rows)
