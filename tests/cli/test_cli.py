@@ -305,7 +305,7 @@ def test_wrong_paths(folder: Path, tiny: pl.Anatomy) -> None:
     many.mkdir()
     for i in range(65):
         (many / f"{i}.png").write_bytes(b"")
-    assert "give a folder instead" in refused("explain", "many", "--out", "all.png")
+    assert "name a folder instead" in refused("explain", "many", "--out", "all.png")
 
 
 def test_existing_output_is_refused_without_force(folder: Path, tiny: pl.Anatomy) -> None:
