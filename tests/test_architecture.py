@@ -96,7 +96,8 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def _public(node: ast.FunctionDef | ast.AsyncFunctionDef, file: Path) -> bool:
     decorators = {ast.unparse(each).partition("(")[0] for each in node.decorator_list}
-    return bool(decorators & SETTINGS) or node.name in pl.__all__ or node.name in PUBLIC.get(file.name, ())
+    registers = bool(decorators & SETTINGS) or any(name.endswith("_metric") for name in decorators)
+    return registers or node.name in pl.__all__ or node.name in PUBLIC.get(file.name, ())
 
 
 PUBLIC = {

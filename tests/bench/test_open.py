@@ -46,7 +46,7 @@ def test_a_run_and_its_export_open_alike(shared: Shared, tmp_path: Path) -> None
 def test_repr_reads_no_rows(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pl.bench.open(shared.whole)
     monkeypatch.setattr(Store, "files", lambda *_: pytest.fail("files were read"))
-    assert "run of 'shared': 1 model(s), 2 method(s), 2 metric(s) on 6 image(s)" in repr(run)
+    assert "run of 'shared': 1 model, 2 methods, 2 metrics on 6 images" in repr(run)
 
 
 def test_what_is_missing_is_told(shared: Shared, tmp_path: Path) -> None:

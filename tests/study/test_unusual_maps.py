@@ -56,10 +56,10 @@ def test_six_images_have_an_interval(tmp_path: Path) -> None:
     found = pl.evaluate(pl.load("pocket"), sorted(photos(tmp_path, 6).iterdir()), "genatt", "deletion", steps=2)
     low, high = found.interval()
     assert low < found.mean < high
-    assert "mean of 6 image(s)" in repr(found)
+    assert "mean of 6 images" in repr(found)
     nothing = Evaluation("deletion", torch.empty(0, dtype=torch.float64), False, (0.0, 1.0))
     assert math.isnan(nothing.interval()[0])
-    assert "0 image(s)" in repr(nothing)
+    assert "0 images" in repr(nothing)
 
 
 def test_maps_of_other_weights_are_refused(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.bench.statistics import Gap, paired_gaps
 from patchlight.bench.store import Store
-from patchlight.bench.tables import csv_text, format_gap, format_value, images_text, markdown_table
+from patchlight.bench.tables import csv_text, format_gap, format_value, markdown_table
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import Resamples
+from patchlight.core.text import plural
 from patchlight.metrics.base import Evaluation
 from patchlight.study.ranking import SAMPLES
 
@@ -156,7 +157,7 @@ def as_markdown(comparison: RunComparison) -> str:
     lines += [f"**{sentence}.**\n" for sentence in comparison.incomplete]
     same = ["- Recipe, images, models, versions and code are the same."]
     lines += [f"- {difference.text}." for difference in comparison.differences] or same
-    lines += ["", f"{images_text(comparison.images)} in both runs. {LEGEND}.", ""]
+    lines += ["", f"{plural(comparison.images, 'image')} in both runs. {LEGEND}.", ""]
     for model in dict.fromkeys(cell.model for cell in comparison.cells):
         rows = [_row(comparison, cell) for cell in comparison.cells if cell.model == model]
         head = ["method", "metric", first, second, "difference", "images", "note"]
@@ -244,7 +245,7 @@ def _image_differences(first: Manifest, second: Manifest, a: str, b: str) -> Ite
             yield Difference(f"{len(missing)} of the {len(names)} images of {here} are not in {there}: '{missing[0]}'")
     changed = [name for name, content in one.items() if other.get(name, content) != content]
     if changed:
-        yield Difference(f"{a} and {b} have different contents of {images_text(len(changed))}: '{changed[0]}'")
+        yield Difference(f"{a} and {b} have different contents of {plural(len(changed), 'image')}: '{changed[0]}'")
 
 
 def _label_differences(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:

@@ -20,6 +20,7 @@ from patchlight.bench.store import Files, Store
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.files import FORMULA
 from patchlight.core.frames import from_arrow
+from patchlight.core.text import plural
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -118,8 +119,9 @@ class Opened:
 
     def __repr__(self) -> str:
         recipe = self.recipe
-        counts = f"{len(recipe.models)} model(s), {len(recipe.methods)} method(s), {len(recipe.metrics)} metric(s)"
-        return f"<run of '{recipe.name}': {counts} on {len(self.images)} image(s), in '{self.store.folder}'>"
+        sizes = {"model": len(recipe.models), "method": len(recipe.methods), "metric": len(recipe.metrics)}
+        counts = ", ".join(plural(size, noun) for noun, size in sizes.items())
+        return f"<run of '{recipe.name}': {counts} on {plural(len(self.images), 'image')}, in '{self.store.folder}'>"
 
 
 def open(path: str | Path) -> Opened:

@@ -21,6 +21,7 @@ from torch import Tensor
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import SCHEMA, TIMING, Facts, facts_of
+from patchlight.core.text import plural
 from patchlight.metrics.base import Evaluation, MetricRequest
 
 Array = npt.NDArray[Any]
@@ -87,7 +88,7 @@ class Results:
 
     def __repr__(self) -> str:
         total = sum(map(len, self.columns.values()))
-        models = ", ".join(f"{model} on {len(images)} image(s)" for model, images in self.images.items())
+        models = ", ".join(f"{model} on {plural(len(images), 'image')}" for model, images in self.images.items())
         return f"<Results of {models or 'nothing'}: {len(self.columns)} columns, {self.done} of {total} values done>"
 
 

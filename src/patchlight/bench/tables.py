@@ -20,6 +20,7 @@ from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import csv_cell
 from patchlight.core.statistics import FEWEST, Mark
+from patchlight.core.text import plural
 from patchlight.study.spec import MetricSpec
 
 LEGEND = (
@@ -131,7 +132,7 @@ class RunTables:
             *sides,
             "" if cell.published is None else f"{cell.published:.{self.recipe.metrics[metric].digits}f}",
             self.count(model, cell.images) if cell.images else "",
-            ", ".join([images_text(cell.images), *(f"{n} {why}" for why, n in left_out.items() if n)]),
+            ", ".join([plural(cell.images, "image"), *(f"{n} {why}" for why, n in left_out.items() if n)]),
         )
 
     def seconds(self, model: str, method: str) -> float:
@@ -147,7 +148,7 @@ class RunTables:
     def caption(self, model: str) -> str:
         """The images of a model's table, and how to read its cells."""
         total, used = len(self.results.images[model]), self.images(model)
-        images = images_text(total) if used == total else f"{used} of {images_text(total)}"
+        images = plural(total, "image") if used == total else f"{used} of {plural(total, 'image')}"
         if self.uneven(model):
             return f"All values so far, on {images}. {UNEVEN}."
         images += ", those that all methods have" if self.shared_only else ""
@@ -158,7 +159,7 @@ class RunTables:
 
     def undefined_lines(self, model: str) -> list[str]:
         """The metrics that are undefined on some images by their protocol."""
-        total = images_text(len(self.results.images[model]))
+        total = plural(len(self.results.images[model]), "image")
         most = {n: max(self.by_key[model, m, n].undefined for m in self.recipe.methods) for n in self.recipe.metrics}
         return [f"{n}: undefined on {count} of {total} by its protocol" for n, count in most.items() if count]
 
@@ -214,10 +215,6 @@ def format_gap(gap: Gap, metric: MetricSpec) -> str:
     low, high = format_value(gap.low, metric), format_value(gap.high, metric)
     interval = "" if math.isnan(gap.low) else f" [{low}, {high}]"
     return f"{format_value(gap.difference, metric, '+')}{interval}{SIGNS[gap.standing]}"
-
-
-def images_text(count: int) -> str:
-    return f"{count} image{'s' if count != 1 else ''}"
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

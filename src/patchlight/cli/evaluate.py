@@ -117,7 +117,7 @@ def _saved_methods(saved: SavedMaps) -> common.UsedMethods:
 def _print(measured: MeasuredFiles, labels: Mapping[str, str], model: str, failed: int) -> None:
     """Print a line per method and a column per metric."""
     from patchlight.core.statistics import FEWEST
-    from patchlight.study.cost import plural
+    from patchlight.core.text import plural
 
     by_method = {method: values for method, values in measured.evaluations.items() if values}
     headings = [f"{name} {one.arrow}" for name, one in next(iter(by_method.values())).items()]

@@ -62,7 +62,7 @@ def _as_json(planned: Plan, costs: list[Estimated]) -> dict[str, object]:
 
 
 def _print(planned: Plan, costs: list[Estimated], device: str) -> None:
-    from patchlight.study.cost import duration, plural
+    from patchlight.core.text import duration, plural
 
     recipe = planned.recipe
     show(

@@ -23,6 +23,7 @@ from patchlight.core.frames import make_frame, stack_frames
 from patchlight.core.images import Picture, Preprocess
 from patchlight.core.photos import MOST, as_picture
 from patchlight.core.resize import Upsampling, at_size
+from patchlight.core.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -388,7 +389,7 @@ class Attribution:
         grid = "x".join(map(str, self.grid))
         first = self[:4].captions  # only the first: there may be many
         names = ", ".join(dict.fromkeys(first[:3])) + ("…" if len(first) > 3 else "")
-        images = f"{len(self)} image{'' if len(self) == 1 else 's'}"
+        images = plural(len(self), "image")
         return f"<Attribution by {self.method} of {self.model} for {names}: {images}, {grid} {self.level}s>"
 
     def _repr_html_(self) -> str:

@@ -33,6 +33,7 @@ from patchlight.core.registry import (
 from patchlight.core.resize import Upsampling, to_cells, to_pixels
 from patchlight.core.statistics import FEWEST, SIGNS, Mark, Resamples, percentiles
 from patchlight.core.targets import Targets, top_classes
+from patchlight.core.text import plural
 from patchlight.evidence.ablation import ABLATION, Ablation, Unit
 
 if TYPE_CHECKING:
@@ -569,7 +570,8 @@ class Evaluation:
     def __repr__(self) -> str:
         undefined = "".join(f", {count} {why}" for why, count in self.left_out.items() if count)
         better = "higher" if self.higher_is_better else "lower"
-        return f"<{self.metric} {self.mean:.4g}, mean of {self.count} image(s){undefined}; {better} is better>"
+        images = plural(self.count, "image")
+        return f"<{self.metric} {self.mean:.4g}, mean of {images}{undefined}; {better} is better>"
 
 
 class Evaluations(dict[str, Any]):

@@ -23,6 +23,7 @@ from patchlight.core.progress import Progress
 from patchlight.core.registry import Selection, resolve_all
 from patchlight.core.statistics import FEWEST, SIGNS, Mark, Resamples
 from patchlight.core.targets import Score, Target, Targets
+from patchlight.core.text import duration, plural
 from patchlight.engine import attribution_of, default_batch_size
 from patchlight.methods.base import Estimate
 from patchlight.methods.requests import Request, resolve
@@ -34,7 +35,7 @@ from patchlight.metrics.base import (
     resolve_metric,
     summaries,
 )
-from patchlight.study.cost import comparison_seconds, duration, forward_seconds, plural
+from patchlight.study.cost import comparison_seconds, forward_seconds
 from patchlight.study.evaluate import unwrapped
 from patchlight.study.ranking import SAMPLES, compared, placed
 from patchlight.study.run import MeasureOptions, measure

@@ -83,7 +83,6 @@ def line_chart(
     bands: Sequence[Band] = (),
     percent: bool = False,
     legend: bool = False,
-    size: tuple[float, float] = (460, 250),
     words: str = "",
 ) -> str:
     """Lines over a common axis, as inline SVG.
@@ -96,10 +95,9 @@ def line_chart(
         bands: Shaded ranges, below the lines.
         percent: Whether x are fractions, shown as 0 %, 25 %, …, 100 %.
         legend: Whether the names of the lines are shown below the chart.
-        size: Width and height in pixels.
         words: Description for screen readers.
     """
-    fig, axes = _axes(size)
+    fig, axes = _axes((460, 250))
     for band in bands:
         axes.fill_between(band.x, band.low, band.high, color=band.colour, alpha=0.16, linewidth=0, clip_on=False)
     for line in lines:

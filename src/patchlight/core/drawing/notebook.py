@@ -27,6 +27,7 @@ from patchlight.core.drawing.heat import (
 from patchlight.core.drawing.page import data_url
 from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, ignores_class, map_title
 from patchlight.core.photos import as_picture
+from patchlight.core.text import plural
 
 if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
@@ -78,7 +79,8 @@ def heat_html(att: Attribution) -> str:
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
     ends = "blue: against, red: for" if signed else "dark: lowest, bright: highest"
     badge = f"; {IGNORES_CLASS}" if ignores_class(att) else ""
-    facts = f"{len(att)} image(s), {att.grid[0]}x{att.grid[1]} {att.level}s; {ends}, up to the 99th percentile{badge}"
+    size = f"{plural(len(att), 'image')}, {att.grid[0]}x{att.grid[1]} {att.level}s"
+    facts = f"{size}; {ends}, up to the 99th percentile{badge}"
     return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{''.join(cells)}{more}</div>"
 
 

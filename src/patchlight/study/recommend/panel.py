@@ -10,10 +10,11 @@ from typing import Any
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.registry import Selection, resolve_all
+from patchlight.core.text import duration
 from patchlight.methods.base import METHODS
 from patchlight.methods.requests import Request, refusal, resolve
 from patchlight.metrics.base import MetricRequest, resolve_metric
-from patchlight.study.cost import duration, explain_forwards
+from patchlight.study.cost import explain_forwards
 
 RANDOM = "random"
 AGREEMENT = "agreement"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import FEWEST
-from patchlight.study.cost import duration, plural
+from patchlight.core.text import duration, plural
 from patchlight.study.recommend.decide import SANITY, SENSITIVITY, decide, race_of, random_of
 from patchlight.study.recommend.gallery import HELD
 from patchlight.study.recommend.panel import AGREEMENT

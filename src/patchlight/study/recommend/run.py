@@ -24,10 +24,11 @@ from patchlight.core.fingerprints import identity
 from patchlight.core.progress import Progress, show_progress
 from patchlight.core.registry import Selection
 from patchlight.core.statistics import FEWEST
+from patchlight.core.text import plural
 from patchlight.engine import explain
 from patchlight.methods.requests import Request, resolve
 from patchlight.metrics.base import resolve_metric
-from patchlight.study.cost import forward_seconds, plural
+from patchlight.study.cost import forward_seconds
 from patchlight.study.recommend.decide import decide, race_of, random_of
 from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import (

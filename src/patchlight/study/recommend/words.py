@@ -11,7 +11,7 @@ from patchlight.core.drawing import table_html
 from patchlight.core.drawing.charts import Dot, dot_chart
 from patchlight.core.drawing.page import render_page
 from patchlight.core.statistics import FEWEST
-from patchlight.study.cost import duration, plural
+from patchlight.core.text import duration, plural
 from patchlight.study.recommend.panel import AGREEMENT
 from patchlight.study.recommend.race import ALPHA, COMPARED, SENSITIVE
 
