@@ -103,7 +103,7 @@ def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
     """A visit in a context of its own; nothing is kept from others."""
     options = {"viewport": {"width": 1400, "height": 900}, "accept_downloads": True, **options}
     context: BrowserContext = browser.new_context(**options)
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(180_000)
     context.add_init_script(WATCH)
     yield Visit(url, context.new_page())
     context.close()

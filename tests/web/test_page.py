@@ -106,7 +106,7 @@ def agree(shown: dict[str, str], answer: dict[str, str]) -> bool:
 
 
 def until(visit: Visit, true: Callable[[], bool], what: str = "it") -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 180
     while not true():
         assert time.monotonic() < end, f"{what} did not happen"
         visit.page.wait_for_timeout(50)
