@@ -270,10 +270,10 @@ def test_a_task_told_to_stop_is_queued_again_and_goes_on(recipe: Path, commands:
     recipe.write_text(recipe.read_text().replace("[methods]", '[methods]\nSlow = "test-slow"'))
     with restored():
         job = printed(recipe, "--plugin", str(slow))
-    out = recipe.parent / "a run"
+    units = recipe.parent / "a run" / "shards" / "1-of-2" / "units"
 
     def stop() -> None:
-        while not (out / "units").is_dir() or not any((out / "units").glob("*.parquet")):
+        while not units.is_dir() or not any(units.glob("*.parquet")):
             time.sleep(0.05)
         os.kill(int((commands.parent / "told.pid").read_text()), signal.SIGTERM)
 
@@ -282,11 +282,11 @@ def test_a_task_told_to_stop_is_queued_again_and_goes_on(recipe: Path, commands:
     code, calls = ran(job, commands)
     assert code == 75
     assert ["scontrol", ["requeue", "77_1"], ""] in calls
-    before = {path.name for path in (out / "units").iterdir()}
+    before = {path.name for path in units.iterdir()}
     code, calls = ran(job, commands, SLURM_RESTART_COUNT="1")
     assert code == 0
     assert [call[0] for call in calls] == ["srun"]
-    assert before < {path.name for path in (out / "units").iterdir()}
+    assert before < {path.name for path in units.iterdir()}
 
 
 def test_the_page_shows_the_file_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
