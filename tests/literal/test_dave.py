@@ -130,3 +130,13 @@ def test_maps_are_the_authors(index: int) -> None:
         expected = torch.from_numpy(ref[name][index])
         difference = (robust_mean(found).sum(0) - expected).abs()
         assert float(difference.mean()) < 1e-3 * float(expected.abs().mean()), name
+
+
+def test_an_operator_that_does_not_hold_is_refused() -> None:
+    vit = shared("cait")
+    with pytest.raises(pl.Unsupported, match=r"backward rule 'libra' does not hold .* mixed over heads"):
+        pl.explain(vit, images(vit), "dave", samples=1)
+    with pytest.raises(pl.Unsupported, match="no backward rule is called 'libre'; did you mean 'libra'"):
+        pl.explain(shared("vit"), images(shared("vit")), "dave", samples=1, operator="libre")
+    plain = pl.explain(vit, images(vit, 1), "dave", target=1, preset="operator", operator="plain").scores
+    torch.testing.assert_close(plain, pl.explain(vit, images(vit, 1), "ixg", target=1, level="pixel").scores)

@@ -13,6 +13,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.anatomy.opened import Anatomy
+from patchlight.core.errors import nearest
+from patchlight.core.registry import Settings
 from patchlight.evidence.passes import in_memory, rows_at_once
 from patchlight.evidence.rules import RULES
 from patchlight.evidence.runner import PIXELS, LayerJob
@@ -98,7 +101,7 @@ def robust_mean(values: Tensor) -> Tensor:
 
 def contributions(ask: Ask, samples: list[NoisyCopy], rule: str) -> Iterator[Tensor]:
     """The clean image times its pulled-back gradient, for one image after another: [S,C,H,W]."""
-    ask = replace(ask, rule=RULES[rule])
+    ask = replace(ask, rule=RULES.find(rule))
     reads = LayerJob(lambda block: block.g, frozenset({"g"}), (PIXELS,))
     each = max(1, rows_at_once(ask.vit))
 
@@ -135,6 +138,15 @@ def _gaussian(size: int, sigma: float) -> Tensor:
     return (window / window.sum())[None, None]
 
 
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    rule = RULES.lookup(settings["operator"])
+    if rule is None:
+        return f"no backward rule is called '{settings['operator']}'; {nearest(settings['operator'], RULES)}"
+    if rule.name != "plain" and vit.can_rule is not None:
+        return f"the backward rule '{rule.name}' does not hold for {vit.name}: {vit.can_rule}"
+    return None
+
+
 @own_passes(
     "dave",
     paper="Wróbel et al., ICML 2026",
@@ -143,6 +155,7 @@ def _gaussian(size: int, sigma: float) -> Tensor:
     stochastic=True,
     cost="samples (50) forwards and backwards",
     quick={"samples": 3},
+    refuses=_refuses,
     presets={
         "authors": {"samples": 100, "filter": True},
         "operator": {"samples": 1, "warp": False, "noise_level": 0.0},
