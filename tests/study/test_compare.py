@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
 from patchlight.core.errors import LongRun
-from patchlight.metrics.base import Evaluations
+from patchlight.methods.requests import resolve
+from patchlight.metrics.base import Evaluations, resolve_metric
+from patchlight.study.cost import explain_forwards, measure_seconds
 from tests.families import images, shared
 
 METHODS = ["genatt", "ixg.plus", "random"]
@@ -291,3 +293,11 @@ def test_names_are_resolved_before_anything_is_read() -> None:
     ):
         with pytest.raises(pl.PatchlightError, match=words):
             pl.compare(shared("vit"), never(), methods, metrics)
+
+
+def test_estimates_count_the_samples() -> None:
+    vit = shared("vit")
+    many, few = (resolve_metric("faithfulness-correlation", {"samples": n, "shares": (0.2, 0.5)}) for n in (100, 10))
+    assert [measure_seconds(each, vit, 1.0, 1.0) for each in (many, few)] == [201, 21]
+    assert measure_seconds(resolve_metric("infidelity", {"samples": 40}), vit, 2.0, 1.0) == 82
+    assert explain_forwards(resolve("dave", {"samples": 30})) == 90

@@ -24,7 +24,7 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
     known = {
         **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
         **dict.fromkeys(("rise", "lime", "hsic"), samples),
-        **dict.fromkeys(("ig", "smoothgrad"), 3 * samples),
+        **dict.fromkeys(("ig", "smoothgrad", "dave"), 3 * samples),
         **dict.fromkeys(("occlusion", "pami", "atman"), float(patches)),
         **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
         **{"search": 70 + float(settings.get("candidates", 0)) * patches, "random": 0.05},
@@ -39,6 +39,8 @@ def measure_seconds(request: MetricRequest, vit: Anatomy, forward: float, explan
     settings = request.settings
     if request.metric.explains:
         return int(settings.get("samples", vit.depth + 3)) * explanation
+    if "shares" in settings or "share" in settings:  # random sets of patches
+        return (1 + int(settings["samples"]) * len(settings.get("shares", "1"))) * forward
     steps = settings.get("steps", settings.get("points", 10)) or 100
     return (2 * int(steps) + 2) * forward if request.metric.ablates else forward
 
