@@ -12,7 +12,7 @@ import patchlight as pl
 from patchlight.anatomy.load import wrap
 from patchlight.core.targets import Targets, UnsplitLabels
 from patchlight.evidence.fills import fill_images
-from patchlight.study.faithfulness import Hiding, Trial, run_trial, sanity_words
+from patchlight.study.faithfulness import Hiding, Trial, rank_results, run_trial, sanity_words
 from patchlight.zoo import pocket
 from tests.families import build, images
 
@@ -210,3 +210,13 @@ def test_sanity_is_told_in_words() -> None:
     assert "changes only in part (similarity 0.50)" in sanity_words(0.5)
     assert "hardly changes (similarity 0.90)" in sanity_words(0.9)
     assert "constant" in sanity_words(float("nan"))
+
+
+def test_a_score_that_is_not_a_number_has_the_last_rank() -> None:
+    vit = pl.load("pocket")
+    trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=2, randoms=2)
+    good = trial.of(torch.rand(vit.grid, generator=torch.Generator().manual_seed(0)))
+    areas = torch.full_like(good.curves.insertion_areas, torch.nan)
+    lost = replace(good, curves=replace(good.curves, insertion_areas=areas))
+    ranked = rank_results({"lost": lost, "good": good, "same": good})
+    assert {name: result.rank for name, result in ranked.items()} == {"lost": 3, "good": 1, "same": 1}

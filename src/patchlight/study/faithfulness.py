@@ -351,13 +351,10 @@ def _is_rare(others: int, count: int) -> bool:
 
 
 def rank_results(results: Mapping[str, Faithfulness]) -> dict[str, Faithfulness]:
-    """The same results with their ranks by score among each other; equal scores share a rank."""
-    return {
-        name: replace(
-            result, rank=1 + sum(other.score > result.score for other in results.values()), shown=len(results)
-        )
-        for name, result in results.items()
-    }
+    """The same results with their ranks by score among each other; equal scores share a rank, and NaN is last."""
+    scores = {name: -math.inf if math.isnan(result.score) else result.score for name, result in results.items()}
+    ranks = {name: 1 + sum(other > score for other in scores.values()) for name, score in scores.items()}
+    return {name: replace(result, rank=ranks[name], shown=len(results)) for name, result in results.items()}
 
 
 def run_trial(trial: Trial, maps: Mapping[str, Tensor]) -> dict[str, Faithfulness]:
