@@ -55,7 +55,8 @@ def complete_metrics(incomplete: str) -> list[Offer]:
 
 def complete_model(incomplete: str) -> list[Offer]:
     """Models that have a name."""
-    return _matching(incomplete, ((name, "") for name in [*table("models")["models"], "hf:", "torchvision:"]))
+    names = [*table("models")["models"], "hf:", "open_clip:", "torchvision:"]
+    return _matching(incomplete, ((name, "") for name in names))
 
 
 def complete_kind(incomplete: str) -> list[Offer]:

@@ -36,7 +36,7 @@ def serve(
         raise PatchlightError("--token must be printable ASCII without spaces around it; 'new' creates one")
     model.check()
     say(f"Loading {model.model} …")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # lanes compute at once, and must not wait busily
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # queues run at the same time, so no thread may spin
     from patchlight.web.serve import Server, is_loopback
     from patchlight.web.service import ModelService, with_default_texts
 

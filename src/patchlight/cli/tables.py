@@ -43,7 +43,7 @@ def methods(
         print_json(rows)
     elif name is not None:
         row = rows[0]
-        score = {"score": f"'logit' | 'probability' | a callable of the logits = {row['score']!r}"}
+        score = {"score": f"'logit' | 'probability' | 'cosine' | a function of the logits = {row['score']!r}"}
         describe({**row, "settings": row["settings"] | score}, {"Paper": row["paper"], "Cost": row["cost"]})
     else:
         print_table(("method", *(("works",) if model else ()), "what it shows", "cost per image"), _method_cells(rows))

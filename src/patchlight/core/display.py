@@ -19,7 +19,7 @@ def show(result: Any, draw: Callable[[], Any]) -> None:
     """
     from patchlight.core.drawing import figure_picture
 
-    if _in_notebook():
+    if in_notebook():
         sys.modules["IPython"].display.display(result)
         return
     picture = figure_picture(draw())
@@ -50,6 +50,7 @@ def has_screen() -> bool:
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")

@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import json
 import secrets
-import sys
 import threading
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from patchlight.anatomy.load import wrap
+from patchlight.core.display import in_notebook
 from patchlight.core.errors import NoClassifier, PatchlightError, check_keywords, integer
 from patchlight.core.images import PICTURES, Picture, open_image
 from patchlight.core.registry import Selection, resolve_all
@@ -111,7 +111,7 @@ def show(
     if picture is not None:
         state.insert(0, ("image", picture if isinstance(picture, str) else _keep(server, picture)))
     view = View(server, f"{server.url}&{urlencode(state, safe=',')}".rstrip("&"), height)
-    if not _in_notebook():
+    if not in_notebook():
         print(f"{opened.name}: {view.url}")
     return view
 
@@ -195,8 +195,3 @@ def close_all() -> None:
         _OPEN.clear()
     for server in ended:
         server.stop()
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")

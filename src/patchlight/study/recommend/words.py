@@ -241,7 +241,8 @@ def _missing(verdict: Verdict) -> Iterator[str]:
         why.setdefault(reason, []).append(method)
     yield _names("Left out", [f"{_listed(methods)} ({reason})" for reason, methods in why.items()], ";")
     failed = [f"{name} ({reason})" for name, reason in verdict.failed.items()]
-    yield _names(f"{plural(len(failed), 'image')} could not be read and were skipped", failed, ";")
+    were = "was" if len(failed) == 1 else "were"
+    yield _names(f"{plural(len(failed), 'image')} could not be read and {were} skipped", failed, ";")
 
 
 def table(verdict: Verdict) -> list[list[str]]:
