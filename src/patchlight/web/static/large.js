@@ -7,7 +7,7 @@ import { badge, cancel, largeMap, progressOf, retry, scaleOf } from "./maps.js";
 import { cell, photo } from "./picture.js";
 import { facts, largeMethod, on, state, tell } from "./state.js";
 
-let drawn = "", first = true;
+let drawn = "", drawnStatus = "", first = true;
 
 /** Which method made the map, and whether it was chosen automatically. */
 function drawName(map) {
@@ -32,7 +32,9 @@ function drawProgress({ state: now, progress, error }) {
 const draw = onFrame(() => {
   const map = largeMap(), method = largeMethod(), progress = method ? progressOf(method.name) : { state: "new" };
   const now = map ? "done" : progress.state === "done" ? "new" : progress.state;
-  if ($("large").dataset.state !== now || now === "working") drawProgress({ ...progress, state: now });
+  const status = JSON.stringify([now, method?.name, progress.error]);
+  if (status !== drawnStatus || now === "working") drawProgress({ ...progress, state: now });
+  drawnStatus = status;
   $("large").dataset.state = now;
   drawName(map);
   if (!photo || photo.id !== state.image) return;

@@ -173,7 +173,7 @@ function setting(text) {
 export function read(fragment) {
   const query = new URLSearchParams(fragment.replace(/^#/, ""));
   const view = {};
-  const integer = (key) => /^\d{1,9}$/.test(query.get(key) ?? "") && (view[key] = Number(query.get(key)));
+  const integer = (key) => /^\d{1,10}$/.test(query.get(key) ?? "") && Number(query.get(key)) < 2 ** 31 && (view[key] = Number(query.get(key)));
   const matching = (key, pattern) => pattern.test(query.get(key) ?? "") && (view[key] = query.get(key));
   ["target", "against", "seed", "step", "cursor"].forEach(integer);
   matching("image", /^[a-z0-9-]{1,64}$/);
