@@ -81,6 +81,8 @@ def test_words_of_earlier_versions_still_work_with_a_warning(tmp_path: Path) -> 
     )
     assert "--latex is now --format latex" in done.stderr
     assert "--baseline adds a table" in done.stderr
+    done = CliRunner().invoke(cli.app, ["explain", "photo.jpg", "--count", "3"])
+    assert "--limit" not in done.stderr, "explain has neither"
     words = ["bench", "plan", "tis-table-1", "--data", "cifar10:there"]
     assert "write --images there --data cifar10" in CliRunner().invoke(cli.app, words).stderr
 

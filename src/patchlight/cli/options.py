@@ -85,11 +85,11 @@ class _PlainHelp(TyperCommand):
 
 
 def _current_words(word: str, flags: Collection[str]) -> list[str]:
-    """A word of the command line, or with a warning the words that replace it."""
+    """A word of the command line, or with a warning the words that replace it in a command with these flags."""
     flag, equals, value = word.partition("=")
-    if flag in flags or flag not in _HELP["renamed"]:
+    new = _HELP["renamed"].get(flag, "")
+    if flag in flags or new.partition(" ")[0] not in flags:
         return [word]
-    new = _HELP["renamed"][flag]
     say(f"warning: {flag} is now {new}; the old word will be removed")
     return [f"{new}={value}"] if equals else new.split()
 
