@@ -92,6 +92,11 @@ def test_what_is_missing_is_told_and_the_rest_measured(saved: Path) -> None:
     assert told["a"] == "the maps of 'a' have no image in --images"
     assert told["b.png"] == "there is no map of 'b.png' by 'rollout'"
     assert [list(r["values"]) for r in found["results"]] == [["b.png", "cats/a.jpg"], ["cats/a.jpg"]]
+    table = run("evaluate", "maps", "--images", "photos", "--metric", "deletion", *QUICK[2:], code=3).stdout
+    assert "Means of different images cannot be compared." in table
+    rows = [line.split() for line in table.splitlines()]
+    assert next(row for row in rows if row[:1] == ["genatt"])[1] == "2"
+    assert next(row for row in rows if row[:1] == ["rollout"])[:5] == ["rollout", "(ignores", "the", "class)", "1"]
 
 
 def test_undefined_values_are_counted_and_named(saved: Path) -> None:

@@ -123,8 +123,15 @@ def _print(measured: MeasuredFiles, labels: Mapping[str, str], model: str, faile
     headings = [f"{name} {one.arrow}" for name, one in next(iter(by_method.values())).items()]
     counts = {len(measured.names[method]) for method in by_method}
     images = plural(max(counts), "image") if len(counts) == 1 else f"{min(counts)} to {max(counts)} images"
-    rows = [(labels.get(method, method), *(one.summary for one in own.values())) for method, own in by_method.items()]
-    common.print_table(("method", *headings), rows, f"{model}, {images}, mean [95 % interval]")
+    shown = {method: [str(len(measured.names[method]))] if len(counts) > 1 else [] for method in by_method}
+    rows = [
+        (labels.get(method, method), *shown[method], *(one.summary for one in own.values()))
+        for method, own in by_method.items()
+    ]
+    columns = ("method", *(["images"] if len(counts) > 1 else []), *headings)
+    common.print_table(columns, rows, f"{model}, {images}, mean [95 % interval]")
+    if len(counts) > 1:
+        common.show("Means of different images cannot be compared.")
     if min(one.count for own in by_method.values() for one in own.values()) < FEWEST:
         common.show(f"An interval needs at least {FEWEST} images with a value.")
     if failed:
