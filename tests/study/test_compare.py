@@ -227,6 +227,7 @@ def test_methods_that_ignore_the_class_are_marked() -> None:
         assert "rollout (ignores the class)" in text
         assert text.count("(ignores the class)") == 1
     assert found.to_frame()["ignores_class"].tolist() == [False, True, False]
+    assert "\nfullgrad-plus.libra (auto) " in str(pl.compare(vit, images(vit, 2), ["auto", "random"], "sparseness"))
 
 
 def test_the_default_is_cheap_and_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

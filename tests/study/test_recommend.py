@@ -387,6 +387,7 @@ def test_the_panel_has_what_works_and_sampling_methods_fit_the_time() -> None:
     assert list(works)[:3] == ["random", "genatt", "decompx.plus"]
     assert {"tis", "attcat.libra", "rise"} <= set(works)
     assert "it needs gates" in refused["diffmask"]
+    assert list(choose_methods(["auto", "genatt"], tiny())[0]) == ["random", "fullgrad-plus.libra", "genatt"]
     tis = resolve("tis")
     fewer = sampled(tis, 0.01, 1.0)
     assert not isinstance(fewer, str)

@@ -14,6 +14,7 @@ from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attributions
 from patchlight.core.display import text_table
+from patchlight.core.drawing.pictures import map_title
 from patchlight.core.errors import LongRun, check_keywords, integer, warn
 from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.frames import make_frame
@@ -268,8 +269,9 @@ class Comparison:
         return table + (figure_html(self.figure(), "maps of the first images by method") if self.maps else "")
 
     def _name(self, method: str) -> str:
-        """A method as tables name it."""
-        return f"{method} (ignores the class)" if method in self.ignores_class else method
+        """A method as tables name it, with what "auto" or "best" chose."""
+        title = map_title(method, self.maps[method]) if method in self.maps else method
+        return f"{title} (ignores the class)" if method in self.ignores_class else title
 
     @property
     def _title(self) -> str:

@@ -118,8 +118,14 @@ def choose_methods(selection: Selection | None, vit: Anatomy) -> tuple[dict[str,
         raise PatchlightError(
             f"'{custom}' has a function as score, which a verdict cannot record; give a named score such as 'logit'"
         )
-    reasons = {request.label: refusal(request.suited(vit), vit) for request in requests}
-    works = {r.label: r.suited(vit) for r in requests if reasons[r.label] is None}
+    labels = {request.label for request in requests}
+    suited = [(request, request.suited(vit)) for request in requests]
+    requests = [  # "auto" is called by the method that it chose, so that a verdict names that method
+        replace(one, label=one.name) if request.choices and request.label == "auto" and one.name not in labels else one
+        for request, one in suited
+    ]
+    reasons = {request.label: refusal(request, vit) for request in requests}
+    works = {r.label: r for r in requests if reasons[r.label] is None}
     left_out = {label: reason for label, reason in reasons.items() if reason is not None}
     if all(request.name == RANDOM for request in works.values()):
         reasons_given = "; ".join(f"{label}: {reason}" for label, reason in left_out.items())
