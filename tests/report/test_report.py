@@ -192,6 +192,9 @@ def test_what_a_reader_should_know(vit: pl.Anatomy, explained: Explained) -> Non
     assert any("No method is better than random" in n for n in told(replace(explained, results=none)))
     some = {name: replace(truth, beaten=20, randoms=20, conclusive=True) for name, truth in explained.results.items()}
     assert not any("No method is better" in n for n in told(replace(explained, results=some)))
+    open_ended = {name: replace(truth, conclusive=False) for name, truth in some.items()}
+    tags = [entry.tags[0] for entry in section_of(replace(explained, results=open_ended)).maps]
+    assert set(tags) == {("inconclusive", False)}
 
 
 def test_several_images_are_summed_up(vit: pl.Anatomy, explained: Explained) -> None:

@@ -286,7 +286,8 @@ def _heat(picture: Image.Image, att: Attribution) -> Image.Image:
 
 def _map_entry(image: Explained, name: str, colour: str, dash: str) -> MapEntry:
     att, result, title = image.maps[name], image.results[name], map_title(name, image.maps[name])
-    tags = [("better than random" if result.better else "not better than random", result.better)]
+    verdict = "better than random" if result.better else "not better than random"
+    tags = [(verdict if result.conclusive else "inconclusive", result.better)]
     tags += [(f"rank {result.rank} of {result.shown}", True)] if result.shown > 1 else []
     tags += [(IGNORES_CLASS, False)] if ignores_class(att) else []
     return MapEntry(
