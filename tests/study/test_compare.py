@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import patchlight as pl
 from patchlight.core.errors import LongRun
 from patchlight.methods.requests import resolve
+from patchlight.metrics import base
 from patchlight.metrics.base import Evaluations, resolve_metric
 from patchlight.study.cost import explain_forwards, measure_seconds
 from tests.families import images, shared
@@ -301,4 +302,7 @@ def test_estimates_count_the_samples() -> None:
     many, few = (resolve_metric("faithfulness-correlation", {"samples": n, "shares": (0.2, 0.5)}) for n in (100, 10))
     assert [measure_seconds(each, vit, 1.0, 1.0) for each in (many, few)] == [201, 21]
     assert measure_seconds(resolve_metric("infidelity", {"samples": 40}), vit, 2.0, 1.0) == 82
+    assert measure_seconds(resolve_metric("road", {"shares": (0.2, 0.5)}), vit, 1.0, 1.0) == 6
+    assert all(measure_seconds(resolve_metric(name), vit, 1.0, 1.0) > 0 for name in base.METRICS)
     assert explain_forwards(resolve("dave", {"samples": 30})) == 90
+    assert all(explain_forwards(resolve(name), vit) > 0 for name in (info.name for info in pl.list_methods()))

@@ -39,9 +39,10 @@ def measure_seconds(request: MetricRequest, vit: Anatomy, forward: float, explan
     settings = request.settings
     if request.metric.explains:
         return int(settings.get("samples", vit.depth + 3)) * explanation
-    if "shares" in settings or "share" in settings:  # random sets of patches
-        return (1 + int(settings["samples"]) * len(settings.get("shares", "1"))) * forward
-    steps = settings.get("steps", settings.get("points", 10)) or 100
+    shares = len(settings.get("shares", (1.0,)))
+    if request.metric.ablates and "samples" in settings:  # random sets of patches
+        return (1 + int(settings["samples"]) * shares) * forward
+    steps = settings.get("steps", settings.get("points", shares if "shares" in settings else 10)) or 100
     return (2 * int(steps) + 2) * forward if request.metric.ablates else forward
 
 
