@@ -51,7 +51,9 @@ def test_other_files_are_no_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_recipes_are_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
-    inside = {name for name in ZipFile(wheel).namelist() if name.endswith(".toml")}
+    inside = {
+        name for name in ZipFile(wheel).namelist() if name.startswith("patchlight/recipes/") and name.endswith(".toml")
+    }
     assert inside == {
         f"patchlight/recipes/{kind}/{name}.toml" for kind in (*KINDS, "figures") for name in bundled_recipes(kind)
     }

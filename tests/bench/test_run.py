@@ -240,7 +240,7 @@ def test_what_fails_is_a_row_with_its_reason_and_the_run_goes_on(tmp_path: Path,
     results = Store(tmp_path / "run").results()
     columns = results.columns
     assert all("1.png" in c.errors[1].as_py() and bool(c.values[1].isnan()) for c in columns.values())
-    assert columns["Pocket", "NaN", "Ins"].errors[0].as_py() == "the map holds NaN or infinite values"
+    assert columns["Pocket", "NaN", "Ins"].errors[0].as_py() == "the map contains NaN or infinite values"
     assert columns["Pocket", "Raises", "Ins"].errors[2].as_py() == "RuntimeError: it broke"
     assert "no reason at all" in columns["Pocket", "Refuses", "Del"].errors[2].as_py()
     kept = torch.tensor([i for i in range(6) if i != 1])

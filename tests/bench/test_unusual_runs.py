@@ -68,7 +68,7 @@ def test_names_that_are_not_utf8_do_not_stop_a_benchmark(tmp_path: Path) -> None
     assert found.images == {"Pocket": ("0.png", "b\\xff.png", "c\\xfe.png")}
     column = found.columns["Pocket", "GenAtt", "Del"]
     assert column.values.isfinite().tolist() == [True, True, False]
-    assert "c\\xfe.png' is not an image" in column.errors[2].as_py()
+    assert "c\\xfe.png' is not a readable image" in column.errors[2].as_py()
     command("bench", "report", out, "--html", str(tmp_path / "r.html"))
     command("bench", "run", str(tmp_path / "r.toml"), "--out", out, "--json", code=3)
 

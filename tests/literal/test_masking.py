@@ -504,6 +504,7 @@ FILLED = {
     "pami": {},
     "posterior": {"samples": 12, "unit": "patch"},
     "rise": {"samples": 12, "unit": "patch"},
+    "search": {"prior": "genatt", "unit": "patch"},
     "tis": {"samples": 8, "unit": "patch"},
 }
 SOFT = {"rise": {"samples": 4}, "score-cam": {}}

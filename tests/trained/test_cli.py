@@ -70,7 +70,7 @@ def test_train_shapley_then_explain(folder: Path, tmp_path: Path) -> None:
         ("diffmask", "--images FOLDER/cat", "fewer than one batch of 32"),
         ("diffmask", "--images FOLDER --preset papr", "no DiffMask preset"),
         ("diffmask", "--images FOLDER --preset code", "no DiffMask preset is called 'code'"),
-        ("diffmask", "--images FOLDER --initial nowhere", "no DiffMask explainer"),
+        ("diffmask", "--images FOLDER --initial nowhere", "does not hold a DiffMask explainer"),
         ("shapley", "", "no images were given"),
         ("shapley", "--images FOLDER --set rat=1", "no setting 'rat'"),
         ("shapley", "--images FOLDER --set batch_size=64", "fewer than one batch of 64"),

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import nearest
 from patchlight.core.registry import Settings
+from patchlight.evidence.ablation import Count
 from patchlight.evidence.passes import in_memory, rows_at_once
 from patchlight.evidence.rules import RULES
 from patchlight.evidence.runner import PIXELS, LayerJob
 from patchlight.methods.base import Ask, Level, own_passes
 from patchlight.methods.masking import at_level
 
-Count = Annotated[int, Field(ge=1)]
 DEGREES, SHIFT, SCALE = 20.0, 0.1, 0.1
 """The most that a warp rotates, shifts (share of the side) and scales."""
 OUTLIER = 2.5
