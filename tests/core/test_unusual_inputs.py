@@ -328,5 +328,5 @@ def test_figures_of_a_list_and_of_one() -> None:
     for wrong in ([a, 3], {"a": a.scores}, 3, None, a.scores):
         refuses("give an Attribution, a list of them", pl.figure, batch, wrong)
     for wrong in (3, None):
-        refuses(f"images are {wrong}; give the images that", pl.figure, wrong, a)
+        refuses(f"images={wrong} cannot be shown; give the images that", pl.figure, wrong, a)
     refuses("an image array has shape [8]; give [H,W,C]", a.overlay, np.zeros(8))

@@ -418,7 +418,7 @@ def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess |
 def _listed(images: Any) -> list[Any]:
     images = [images] if isinstance(images, Tensor) and images.ndim == 3 else image_list(images)
     if not isinstance(images, Iterable):
-        raise PatchlightError(f"images is {images!r}; give the images that the maps explain")
+        raise PatchlightError(f"images={images!r} cannot be shown; give the images that the maps explain")
     return list(images)
 
 
