@@ -477,7 +477,7 @@ def test_inside(opened: Opened) -> None:
 
 @pytest.mark.page
 def test_a_link_is_the_whole_state(opened: Opened) -> None:
-    with opened("#image=dog&methods=genatt,ixg&opacity=0.5&colours=viridis") as visit:
+    with opened("#image=dog&methods=genatt,ixg&opacity=0.5&colours=viridis&seed=2147483647") as visit:
         ready(visit, "genatt", "ixg")
         visit.get("prediction").nth(1).get_by_test_id("explain-class").click()
         visit.get("prediction").nth(2).get_by_test_id("against-class").click()
@@ -498,6 +498,7 @@ def test_a_link_is_the_whole_state(opened: Opened) -> None:
         until(again, lambda: pixels(again.get("photo")) == picture, "the same picture")
         until(again, lambda: pixels(again.get("map-ixg").locator("canvas").first) == maps, "the same map")
         assert asked(again) == state
+        assert state["seed"] == "2147483647", "the largest one"
 
 
 @pytest.mark.page
