@@ -313,7 +313,7 @@ def test_existing_output_is_refused_without_force(folder: Path, tiny: pl.Anatomy
     run(*arguments)
     before = (folder / "out" / "a.png").read_bytes()
     (folder / "out" / "a.png").write_bytes(b"precious")
-    assert "exists already" in refused(*arguments)
+    assert "already exists" in refused(*arguments)
     assert (folder / "out" / "a.png").read_bytes() == b"precious"
     run(*arguments, "--force")
     assert (folder / "out" / "a.png").read_bytes() == before
@@ -494,7 +494,7 @@ def test_a_report_is_one_file(folder: Path) -> None:
     line = "patchlight explain photos --method genatt,rollout --target dog --set rollout.start=1 --report out/r.html"
     assert f"{line} --seed 3<" in page
 
-    assert "'out/r.html' exists already" in refused("explain", *asked, "--report", "out/r.html")
+    assert "'out/r.html' already exists" in refused("explain", *asked, "--report", "out/r.html")
     before = Path("out/r.html").read_bytes()
     run("explain", *asked, "--report", "out/r.html", "--out", "pictures", "--force")
     assert len(files(folder / "pictures")) == 4

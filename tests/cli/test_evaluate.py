@@ -58,6 +58,20 @@ def test_saved_maps_are_measured(folder: Path, tiny: pl.Anatomy) -> None:
     assert row["mean"] == pytest.approx(expected.mean, abs=1e-5)
 
 
+def test_the_default_metric_is_cheap_and_a_long_run_is_announced(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(*options: str) -> int:
+        asked = ("evaluate", "--images", "photos/a.jpg", "--method", "genatt", *options, "--json")
+        settings: dict[str, int] = json.loads(run(*asked).stdout)["results"][0]["settings"]
+        return settings["steps"]
+
+    assert steps() == 28
+    assert steps("--set", "steps=3") == 3
+    assert steps("--metric", "ins-del", "--set", "ins-del.steps=7") == 7
+    monkeypatch.setattr("patchlight.study.cost.forward_seconds", lambda *about: 9.0)
+    words = run("evaluate", "--images", "photos/a.jpg", "--method", "genatt", "--set", "ins-del.steps=4").stderr
+    assert "1 method by 1 metric on 1 image will take about" in words
+
+
 def test_methods_are_explained_first(saved: Path, tiny: pl.Anatomy) -> None:
     metrics = ("--metric", "deletion", "--images", "photos", "--set", "deletion.steps=4", "--json")
     before = json.loads(run("evaluate", "maps", *metrics).stdout)["results"]
@@ -114,7 +128,7 @@ def test_undefined_values_are_counted_and_named(saved: Path) -> None:
     assert rows["a.jpg"]["value"] == ""
     assert "negative" in rows["a.jpg"]["reason"]
     assert abs(float(rows["b.png"]["value"])) < 1e-6
-    assert "d.csv' exists already" in refused("evaluate", "maps", "--images", "photos", "--csv", "d.csv")
+    assert "d.csv' already exists" in refused("evaluate", "maps", "--images", "photos", "--csv", "d.csv")
 
 
 def test_a_map_with_nan_in_its_file_fails_alone(saved: Path) -> None:

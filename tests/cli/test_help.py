@@ -129,12 +129,12 @@ def test_best_is_posterior(tiny: pl.Anatomy, folder: Path) -> None:
         ("explain photos/a.jpg --labels none.txt", "no file at 'none.txt' (--labels)"),
         ("explain photos/a.jpg --preprocess none.json", "no preprocessing at 'none.json'"),
         ("explain photos/a.jpg --explainer none --method diffmask", "no folder at 'none' (--explainer)"),
-        ("explain photos/a.jpg", "exists already"),
+        ("explain photos/a.jpg", "already exists"),
         ("evaluate --images photos --csv values.csv --metric delettion", "did you mean 'deletion'"),
         ("evaluate --images photos --csv values.csv --target dgo", "did you mean 'dog'"),
         ("evaluate --images photos --csv values.csv --data imagenett", "no data set is called 'imagenett'"),
         ("evaluate none --images photos", "no folder of maps at 'none'"),
-        ("evaluate --images photos --csv values.csv", "exists already"),
+        ("evaluate --images photos --csv values.csv", "already exists"),
         ("recommend --images photos --method genat", "did you mean 'genatt'"),
         ("recommend --images photos --metric srgg", "did you mean 'srg'"),
         ("recommend --images photos --resume", "--resume needs the folder of an earlier run; give it as --out"),
@@ -142,7 +142,7 @@ def test_best_is_posterior(tiny: pl.Anatomy, folder: Path) -> None:
         ("recommend --images photos --out verdict", "resume them (--resume) or choose another folder"),
         ("figure skipplus-2 --images photos --out figure.pdf --set shwon=1", "no setting 'shwon'"),
         ("figure skipplus-2 --images photos --out figure.pdf --target dgo", "did you mean 'dog'"),
-        ("figure skipplus-2 --images photos --out figure.pdf", "exists already"),
+        ("figure skipplus-2 --images photos --out figure.pdf", "already exists"),
         ("diffmask import none.ckpt --out gates", "no file at 'none.ckpt'"),
         ("diffmask train --images none --data cifar11 --out gates", "no data set is called 'cifar11'"),
     ],
@@ -150,7 +150,7 @@ def test_best_is_posterior(tiny: pl.Anatomy, folder: Path) -> None:
 def test_mistakes_are_found_before_the_model_is_loaded(
     arguments: str, sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output that exists already is in the way of every request, and hides no other mistake."""
+    """Output that already exists is in the way of every request, and hides no other mistake."""
 
     def load(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was loaded")

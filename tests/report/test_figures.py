@@ -347,7 +347,7 @@ def test_the_command_draws(tmp_path: Path) -> None:
     told = json.loads(run(*asked, "--target", "dog", "--json").stdout)
     assert told["written"] == str(out)
     assert out.stat().st_size > 10_000
-    assert "exists already" in run(*asked, code=2).stderr
+    assert "already exists" in run(*asked, code=2).stderr
     run(*asked, "--force")
 
 
@@ -358,7 +358,7 @@ def test_the_command_writes_numbers(tmp_path: Path) -> None:
     rows = [row for row in json.loads(table.read_text()) if row["quantity"] == "mSim, mean over images"]
     assert {row["series"] for row in rows} == {"pocket", "random masks (RISE)"}
     assert all(0 < row["value"] <= 1 and row["images"] == 2 for row in rows)
-    assert "exists already" in run(*asked, "--out", f"{out}2.png", "--numbers", str(table), code=2).stderr
+    assert "already exists" in run(*asked, "--out", f"{out}2.png", "--numbers", str(table), code=2).stderr
     wrong = run(*asked, "--out", out, "--force", "--numbers", str(tmp_path / "n.txt"), code=2).stderr
     assert "name a .csv or .json file" in wrong
 

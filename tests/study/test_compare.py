@@ -233,7 +233,7 @@ def test_methods_that_ignore_the_class_are_marked() -> None:
 
 def test_the_default_is_cheap_and_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     vit = shared("vit")
-    monkeypatch.setattr("patchlight.study.compare.forward_seconds", lambda *about: 1.0)
+    monkeypatch.setattr("patchlight.study.cost.forward_seconds", lambda *about: 1.0)
     with pytest.warns(LongRun, match=r"2 methods by 1 metric on 1 image will take about 2 min; fewer images"):
         found = pl.compare(vit, images(vit, 1), ["genatt", "random"])
     assert found.evaluations["genatt"]["ins-del"].settings["steps"] == 28

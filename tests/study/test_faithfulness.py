@@ -14,7 +14,7 @@ from patchlight.core.targets import Targets, UnsplitLabels
 from patchlight.evidence.fills import fill_images
 from patchlight.study.faithfulness import Hiding, Trial, rank_results, run_trial, sanity_words
 from patchlight.zoo import pocket
-from tests.families import build, images
+from tests.families import build, images, shared
 
 CAT = pocket.PHOTOS / "cat.jpg"
 
@@ -220,3 +220,13 @@ def test_a_score_that_is_not_a_number_has_the_last_rank() -> None:
     lost = replace(good, curves=replace(good.curves, insertion_areas=areas))
     ranked = rank_results({"lost": lost, "good": good, "same": good})
     assert {name: result.rank for name, result in ranked.items()} == {"lost": 3, "good": 1, "same": 1}
+
+
+def test_effects_have_the_order_of_the_ranks() -> None:
+    """Maps are tested with ranges of their own; side by side they share the widest one."""
+    vit = shared("vit")
+    trial = Trial(vit, images(vit, 1), Targets(torch.tensor([[1]])), steps=4, randoms=5)
+    maps = {str(seed): torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed)) for seed in range(6)}
+    results = sorted(run_trial(trial, maps).values(), key=lambda result: result.rank)
+    assert len({result.spread for result in results}) == 1
+    assert [result.effect for result in results] == sorted((result.effect for result in results), reverse=True)

@@ -227,7 +227,7 @@ def check_new(files: Iterable[Path | None], force: bool) -> None:
     """Refuse to replace a file without --force. Call this last, so that it hides no other mistake."""
     for file in files:
         if file is not None and (file.is_dir() or (file.exists() and not force)):
-            raise PatchlightError(f"'{file}' exists already; choose another place, or replace it with --force")
+            raise PatchlightError(f"'{file}' already exists; choose another place, or give --force to replace it")
 
 
 UsedMethods = Mapping[str, tuple[str, bool]]

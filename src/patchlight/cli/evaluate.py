@@ -27,7 +27,9 @@ def evaluate(
         Path | None, typer.Argument(help="Folder of maps that `patchlight explain --save` wrote.", metavar="MAPS")
     ] = None,
     images: Path | None = None,
-    metric: str = "ins-del",
+    metric: Annotated[
+        str | None, typer.Option(help="Metrics, separated by commas. Default: ins-del, in 28 steps.")
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -55,17 +57,20 @@ def evaluate(
     common.check_images([images])
     if maps is not None and not maps.is_dir():
         raise PatchlightError(f"no folder of maps at '{maps}'")
-    metrics, methods = common.split_names(metric), common.split_names(method)
+    metrics, methods = common.split_names(metric) or ["ins-del"], common.split_names(method)
     methods = methods or ([] if maps is not None else ["auto"])
     named = [*metrics, *(methods if maps is None else [])]
     by_name = common.read_settings(named, settings or [], "metric", "metric or method" if named != metrics else "")
     from patchlight.data import KINDS, open_images
     from patchlight.methods.requests import resolve
     from patchlight.metrics.base import resolve_metric
+    from patchlight.study.compare import CHEAP
+    from patchlight.study.cost import warn_if_long
     from patchlight.study.files import FileLog, MeasureTask, find_maps, measure_files
 
+    common_settings = {name: {"preset": preset} for name in metrics} if preset else CHEAP if metric is None else {}
     task = MeasureTask(
-        [resolve_metric(name, ({"preset": preset} if preset else {}) | by_name[name]) for name in metrics],
+        [resolve_metric(name, {**common_settings.get(name, {}), **by_name[name]}) for name in metrics],
         methods,
         [resolve(name, by_name[name]) for name in methods] if maps is None else [],
         target=target,
@@ -85,6 +90,7 @@ def evaluate(
         if maps is not None:
             saved, methods, shown = find_maps(maps, shown, methods, keep_others=listed is None)
             task = replace(task, saved=saved, methods=methods)
+        warn_if_long(vit, len(shown), task.requests, task.metrics)
         update(description="measuring", total=len(shown) * len(methods))
         measured = measure_files(task, vit, shown, log, lambda count: update(advance=count))
     used = common.used_methods(task.requests, vit) if maps is None else _saved_methods(task.saved or {})

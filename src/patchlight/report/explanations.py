@@ -365,7 +365,7 @@ def _charts(image: Explained, quantity: str) -> list[Chart]:
         )
         return Chart(title, svg, caption)
 
-    deletion = "The strongest patches are hidden first. A faithful map falls early."
+    deletion = "The strongest patches are hidden first. With a faithful map the score falls early."
     insertion = "The strongest patches are shown first. A faithful map rises early."
     return [
         chart("Deletion", "deletion", deletion, "share of patches hidden"),

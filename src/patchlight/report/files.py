@@ -89,7 +89,7 @@ class ExplainTask:
         existing = [path for path in (*pictures, *folders) if path.exists()]
         if existing and not self.force:
             more = f" (and {len(existing) - 1} more of the outputs)" if len(existing) > 1 else ""
-            message = f"'{existing[0]}' exists already{more}; choose another place, or --force to replace it"
+            message = f"'{existing[0]}' already exists{more}; choose another place, or give --force to replace it"
             raise PatchlightError(message)
 
     def classes(self, vit: Anatomy) -> Target:

@@ -15,7 +15,7 @@ from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.attribution import Attributions
 from patchlight.core.display import text_table
 from patchlight.core.drawing.pictures import map_title
-from patchlight.core.errors import LongRun, check_keywords, integer, warn
+from patchlight.core.errors import check_keywords, integer
 from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.frames import make_frame
 from patchlight.core.images import image_list
@@ -24,7 +24,7 @@ from patchlight.core.progress import Progress
 from patchlight.core.registry import Selection, resolve_all
 from patchlight.core.statistics import FEWEST, SIGNS, Mark, Resamples
 from patchlight.core.targets import Score, Target, Targets
-from patchlight.core.text import duration, plural
+from patchlight.core.text import plural
 from patchlight.engine import attribution_of, default_batch_size
 from patchlight.methods.base import Estimate
 from patchlight.methods.requests import Request, resolve
@@ -36,7 +36,7 @@ from patchlight.metrics.base import (
     resolve_metric,
     summaries,
 )
-from patchlight.study.cost import comparison_seconds, forward_seconds
+from patchlight.study.cost import warn_if_long
 from patchlight.study.evaluate import unwrapped
 from patchlight.study.ranking import SAMPLES, compared, placed
 from patchlight.study.run import MeasureOptions, measure
@@ -50,9 +50,7 @@ if TYPE_CHECKING:
     from patchlight.core.drawing.shown import ShownFigure
 
 CHEAP = {"ins-del": {"steps": 28}}
-"""The default metric of `compare`: by default, `ins-del` itself has eight times as many steps."""
-LONG = 60.0
-"""Seconds above which `compare` warns before it starts."""
+"""The default metric of `compare` and `patchlight evaluate`: by itself, `ins-del` has eight times as many steps."""
 
 
 @partial(check_keywords, advice="give settings with their metric or method: metrics={'deletion': {'steps': 28}}")
@@ -107,27 +105,17 @@ def compare(
     annotations = Annotations(labels, boxes, masks)
     options = MeasureOptions(target, annotations, seed, size, progress, note=first.photos.add, watch=first.see)
     sources = {request.label: request for request in requests}
-    _warn_if_long(vit, images, requests, metric_requests)
+    warn_if_long(vit, _count(images), requests, metric_requests)
     evaluations = unwrapped(measure(vit, images, sources, dict.fromkeys(sources, metric_requests), options))
     ignoring = [r.label for r in requests if r.suited(vit).ignores_class and r.name != "random"]
     by_method = {label: dict(by_metric) for label, by_metric in evaluations.items()}
     return Comparison(vit.name, by_method, first.maps(requests, seed), tuple(ignoring))
 
 
-def _warn_if_long(vit: Anatomy, images: Any, requests: Sequence[Request], metrics: Sequence[MetricRequest]) -> None:
-    """Warn if a comparison will take more than a minute; the number of images of a stream is not known."""
+def _count(images: Any) -> int:
+    """The number of images; 1 for a stream, whose length is not known."""
     images = image_list(getattr(images, "dataset", images))  # a DataLoader counts batches, its data set images
-    count = 1 if isinstance(images, Tensor) and images.ndim == 3 else len(images) if hasattr(images, "__len__") else 1
-    if count * comparison_seconds(vit, requests, metrics, 1.0) < 20:  # forward passes: not worth timing one
-        return
-    blank = vit.place(torch.zeros(1, vit.channels, *vit.preprocess.size))
-    seconds = count * comparison_seconds(vit, requests, metrics, forward_seconds(vit, blank, 0.5))
-    if seconds > LONG:
-        what = f"{plural(len(requests), 'method')} by {plural(len(metrics), 'metric')} on {plural(count, 'image')}"
-        fine = next((m.metric.name for m in metrics if (m.settings.get("steps") or 0) > 28), None)
-        coarser = f", or fewer steps: metrics={{'{fine}': {{'steps': 28}}}}" if fine else ""
-        words = f"comparing {what} will take about {duration(seconds)}; fewer images or methods take less{coarser}"
-        warn(words, LongRun)
+    return 1 if isinstance(images, Tensor) and images.ndim == 3 else len(images) if hasattr(images, "__len__") else 1
 
 
 class _FirstMaps:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.core.errors import LongRun, warn
+from patchlight.core.text import duration, plural
 from patchlight.methods.base import Ablates, LayerMap
 from patchlight.methods.requests import Request
 from patchlight.metrics.base import MetricRequest
 
+LONG = 60.0
+"""Seconds above which a warning comes before the start."""
 BATCH = 8
 """Images per forward pass when its time is measured."""
 
@@ -63,3 +68,17 @@ def forward_seconds(vit: Anatomy, image: Tensor, most: float) -> float:
         vit.logits(batch).cpu()  # a GPU queues the work; copying the result waits for it
         times.append(time.monotonic() - start)
     return min(times) / BATCH
+
+
+def warn_if_long(vit: Anatomy, count: int, requests: Sequence[Request], metrics: Sequence[MetricRequest]) -> None:
+    """Warn if explaining and measuring `count` images will take more than a minute."""
+    if count * comparison_seconds(vit, requests, metrics, 1.0) < 20:  # forward passes: not worth timing one
+        return
+    blank = vit.place(torch.zeros(1, vit.channels, *vit.preprocess.size))
+    seconds = count * comparison_seconds(vit, requests, metrics, forward_seconds(vit, blank, 0.5))
+    if seconds > LONG:
+        what = f"{plural(len(requests), 'method')} by {plural(len(metrics), 'metric')} on {plural(count, 'image')}"
+        fine = next((m.metric.name for m in metrics if (m.settings.get("steps") or 0) > 28), None)
+        coarser = ", or fewer steps: steps=28" if fine else ""
+        words = f"measuring {what} will take about {duration(seconds)}; fewer images or methods take less{coarser}"
+        warn(words, LongRun)

@@ -75,7 +75,7 @@ class Faithfulness:
         random_score: Mean score of the random orders.
         beaten: How many random orders have a lower score.
         randoms: Number of random orders.
-        spread: Range of the target's score during the test, over the map and all random orders.
+        spread: Range of the target's score during the test, over the maps shown and all random orders.
         conclusive: Whether the model's output changed enough for any comparison.
         quantity: What the scores are, in words, such as "difference of probabilities".
         rank: Rank among the maps shown, 1 is best; 0 if the map was tested alone.
@@ -351,10 +351,16 @@ def _is_rare(others: int, count: int) -> bool:
 
 
 def rank_results(results: Mapping[str, Faithfulness]) -> dict[str, Faithfulness]:
-    """The same results with their ranks by score among each other; equal scores share a rank, and NaN is last."""
+    """The same results with their ranks by score among each other; equal scores share a rank, and NaN is last.
+
+    Effects become shares of one common range, so that they have the order of the ranks.
+    """
+    spread = max((result.spread for result in results.values()), default=0.0)
     scores = {name: -math.inf if math.isnan(result.score) else result.score for name, result in results.items()}
     ranks = {name: 1 + sum(other > score for other in scores.values()) for name, score in scores.items()}
-    return {name: replace(result, rank=ranks[name], shown=len(results)) for name, result in results.items()}
+    return {
+        name: replace(result, rank=ranks[name], shown=len(results), spread=spread) for name, result in results.items()
+    }
 
 
 def run_trial(trial: Trial, maps: Mapping[str, Tensor]) -> dict[str, Faithfulness]:
