@@ -366,7 +366,7 @@ def _charts(image: Explained, quantity: str) -> list[Chart]:
         return Chart(title, svg, caption)
 
     deletion = "The strongest patches are hidden first. With a faithful map the score falls early."
-    insertion = "The strongest patches are shown first. A faithful map rises early."
+    insertion = "The strongest patches are shown first. With a faithful map the score rises early."
     return [
         chart("Deletion", "deletion", deletion, "share of patches hidden"),
         chart("Insertion", "insertion", insertion, "share of patches shown"),
