@@ -80,14 +80,16 @@ def _hf(kind: str, **options: Any) -> nn.Module:
         config = config_class(vision_config=sizes, num_labels=CLASSES)
     else:
         config = config_class(**sizes, num_labels=CLASSES)
-    return getattr(transformers, kind)(config)
+    model: nn.Module = getattr(transformers, kind)(config)
+    return model
 
 
 def _torchvision() -> nn.Module:
     from torchvision.models import VisionTransformer
 
     torch.manual_seed(0)
-    return VisionTransformer(64, 16, 3, 4, 48, 96, num_classes=CLASSES)
+    model: nn.Module = VisionTransformer(64, 16, 3, 4, 48, 96, num_classes=CLASSES)
+    return model
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -124,7 +126,7 @@ def _cnn_stem(name: str) -> nn.Module:
     import timm
 
     torch.manual_seed(0)
-    options = {"img_size": 128, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": CLASSES}
+    options: dict[str, Any] = {"img_size": 128, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": CLASSES}
     return timm.create_model(name, **options)
 
 
@@ -137,12 +139,12 @@ def _sized(name: str, size: int, **options: Any) -> nn.Module:
     )
 
 
-def _made(kind: str, *given: Any, **options: Any) -> nn.Module:
+def _made(kind: str, *given: Any, **options: Any) -> Any:
     """A timm model made by its class, for images of 64 pixels."""
     from timm import models
 
     torch.manual_seed(0)
-    model: nn.Module = getattr(models, kind)(*given, num_classes=CLASSES, **options)
+    model: Any = getattr(models, kind)(*given, num_classes=CLASSES, **options)
     model.pretrained_cfg = {"input_size": (3, 64, 64)}
     return model
 
