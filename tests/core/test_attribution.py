@@ -164,6 +164,14 @@ def test_slices_of_any_step() -> None:
     assert [one.labels[0] for one in att] == list("abcde")
 
 
+def test_labels_follow_their_images() -> None:
+    """Several per image, one image, none at all."""
+    att = attribution(torch.rand(2, 3, 2, 2), labels=tuple("abcdef"))
+    parts = [att[1], att[1][0], att[::-1], att[:0], att[:0][:]]
+    assert [part.labels for part in parts] == [tuple("def"), tuple("def"), tuple("defabc"), (), ()]
+    assert [len(part.captions) for part in parts] == [part.target.numel() for part in parts]
+
+
 def test_scores_as_an_array_of_their_own() -> None:
     att = attribution(torch.rand(2, 3, 3))
     heat = att.numpy()

@@ -15,7 +15,15 @@ from PIL import Image
 from timm.data import create_transform
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess, list_images, open_image, to_batch
+from patchlight.core.images import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Preprocess,
+    in_batches,
+    list_images,
+    open_image,
+    to_batch,
+)
 
 SMALL = Preprocess((64, 64))
 
@@ -219,3 +227,16 @@ def test_folders(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     assert [str(p.relative_to(tmp_path)) for p in list_images(tmp_path)] == ["a/1.jpg", "b/2.PNG"]
+
+
+def test_labels_of_a_loader_in_any_form() -> None:
+    """Tensors, arrays, lists, tuples; one label beside one image, which may be a word."""
+    pair, one = torch.zeros(2, 3, 64, 64), torch.zeros(3, 64, 64)
+    beside = [torch.tensor([3, 4]), np.array([3, 4]), [3, 4], (3, 4), ["a", "b"]]
+    alone = [torch.tensor([5]), torch.tensor(5), np.array([5]), 5, [5], "cat"]
+    labels: list[object] = []
+    items = [*((pair, given) for given in beside), *((one, given) for given in alone), [pair, torch.tensor([3, 4])]]
+    count, batches = in_batches(iter(items), 4, SMALL, labels=labels)
+    assert (count, [len(batch) for batch in batches]) == (None, [4, 4, 4, 4, 2])
+    assert labels == [3, 4] * 4 + ["a", "b"] + [5] * 5 + ["cat", 3, 4]
+    assert {type(label) for label in labels} == {int, str}
