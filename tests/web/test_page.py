@@ -897,3 +897,20 @@ def test_a_busy_server_is_asked_again(browser: Browser, server: Server) -> None:
         visit.open("/#methods=genatt")
         ready(visit)
         assert len(refused) == 2
+
+
+@pytest.mark.page
+def test_an_error_of_the_sentence_is_not_kept(browser: Browser, server: Server) -> None:
+    """It is shown, and the next visit of the same map measures again."""
+    with visiting(browser, server.url) as visit:
+        failed = json.dumps({"error": "This took too long."})
+        answer = {"status": 503, "content_type": "application/json", "body": failed}
+        visit.page.route("**/api/hide", lambda route: route.fulfill(**answer))
+        ready(visit.open("/#methods=auto,genatt"))
+        expect(visit.get("sentence")).to_have_text("This took too long.")
+        visit.page.unroute_all()
+        visit.get("enlarge-genatt").click()
+        expect(visit.get("sentence")).to_contain_text("Hiding the")
+        visit.page.locator("[data-testid^=enlarge-]:not([data-testid=enlarge-genatt])").first.click()
+        expect(visit.get("map-name")).to_contain_text("(auto)")
+        expect(visit.get("sentence")).to_contain_text("Hiding the")

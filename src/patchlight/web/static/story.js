@@ -10,13 +10,13 @@ import { facts, label, largeMethod, on, question, set, state, tell } from "./sta
 const STEP = 450, PATIENCE = 3000;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const results = new Map();
-/** The key of the sentence that is shown or on its way. */
-let shown = "", playing = null;
+/** The key of the sentence that is shown or on its way; the last error, which is not kept for later. */
+let shown = "", failure = null, playing = null;
 
 const keyOf = () => JSON.stringify([question(), state.seed, largeMethod(), state.unit, state.fill]);
 
 /** The effect of hiding the strongest patches of the large map; undefined until it is measured. */
-const effect = () => results.get(keyOf());
+const effect = () => results.get(keyOf()) ?? (failure?.key === keyOf() ? failure : undefined);
 
 function setMeasuring(measuring) {
   facts.measuring = measuring;
@@ -29,6 +29,7 @@ async function measure() {
   const key = keyOf();
   if (key === shown) return draw();
   shown = key;
+  failure = null;
   if (results.has(key)) return draw();
   setMeasuring(true);
   draw();
@@ -37,8 +38,8 @@ async function measure() {
     const { unit, fill, seed } = state;
     results.set(key, await post("hide", { ...question(), methods: [largeMethod()], seed, unit, fill }));
   } catch (error) {
-    results.set(key, { words: error.message, order: [] });
-    if (error.status === 0) (results.delete(key), (shown = ""));
+    if (key === keyOf()) failure = { key, words: error.message, order: [] };
+    if (error.status === 0) shown = "";
   }
   if (results.size > 64) results.delete(results.keys().next().value);
   clearTimeout(late);
