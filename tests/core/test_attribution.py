@@ -239,6 +239,10 @@ def test_several_attributions_are_saved_together(tmp_path: Path) -> None:
     assert all(torch.equal(back[label].scores, maps[label].scores) for label in maps)
     with pytest.raises(pl.PatchlightError, match="already exists"):
         maps.save(folder)
-    maps.save(folder, force=True)
+    (folder / "tis" / "notes.txt").write_text("of the user")
+    pl.Attributions({"genatt": maps["tis"], "a/b": maps["a/b"]}).save(folder, force=True)
+    assert list(pl.Attributions.load(folder)) == ["a/b", "genatt"], "methods of an earlier save are gone"
+    assert sorted(path.name for path in folder.iterdir()) == ["a%2Fb", "genatt", "tis"]
+    assert [path.name for path in (folder / "tis").iterdir()] == ["notes.txt"]
     with pytest.raises(pl.PatchlightError, match="holds no attributions"):
         pl.Attributions.load(tmp_path)

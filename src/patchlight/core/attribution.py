@@ -435,7 +435,7 @@ class Attributions(dict[str, Attribution]):
 
         Args:
             folder: A folder that does not exist yet.
-            force: Replace attributions that are in the folder.
+            force: Replace all attributions that are in the folder; other files stay.
 
         Returns:
             The folder.

@@ -62,10 +62,25 @@ def write_attributions(maps: Mapping[str, Attribution], folder: Path, force: boo
         _check_finite(att)
     if not force and folder.exists():
         raise PatchlightError(f"'{folder}' already exists; choose another folder, or replace it with force=True")
+    earlier = {path.parent for path in folder.glob(f"*/{_METADATA}")}
     for label, att in maps.items():
         name = quote(label, safe=" +=,()")  # reversible, and without slashes
-        write_attribution(att, folder / (f"%2E{name[1:]}" if name.startswith(".") else name), force)
+        earlier.discard(write_attribution(att, folder / (f"%2E{name[1:]}" if name.startswith(".") else name), force))
+    for other in earlier:
+        _remove_attribution(other)
     return folder
+
+
+def _remove_attribution(folder: Path) -> None:
+    """Remove the two files of an attribution, and the folder if nothing else is in it."""
+    try:
+        scores = _scores_file(folder)
+        (folder / _METADATA).unlink(missing_ok=True)
+        scores.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise PatchlightError(f"'{folder}' cannot be removed: {error.strerror or error}") from error
 
 
 def read_attributions(folder: Path) -> dict[str, Attribution]:
