@@ -123,7 +123,8 @@ def resolve(
 
     Args:
         label: Name of the result, and of the method unless there is a setting `method`. "auto" is the first of `AUTO`
-            that takes the settings and works on the model; `Request.suited` chooses it.
+            that takes the settings and works on the model; `Request.suited` chooses it. Settings that no method of
+            one pass takes are refused.
         settings: The method's settings; `method`, `preset` and `score` may be among them.
         score: The number to explain; None: the method's default.
         options: Keywords of the caller. A wrong setting may be a misspelling of one.
@@ -174,6 +175,11 @@ def _resolve_auto(label: str, asked: str, settings: Settings, score: Score | Non
             errors.append(error)
     if not choices:
         raise errors[0]
+    if choices[0].name == AUTO[-1]:
+        raise PatchlightError(
+            f"'auto' chooses a method of one pass, and none of these takes {', '.join(map(repr, settings))}; name the "
+            f"method, such as method='{AUTO[-1]}'"
+        )
     return replace(choices[0], label=label, name="auto", choices=tuple(choices))
 
 
