@@ -195,6 +195,8 @@ def test_what_a_reader_should_know(vit: pl.Anatomy, explained: Explained) -> Non
     open_ended = {name: replace(truth, conclusive=False) for name, truth in some.items()}
     tags = [entry.tags[0] for entry in section_of(replace(explained, results=open_ended)).maps]
     assert set(tags) == {("inconclusive", False)}
+    chance = replace(explained, results={name: replace(truth, baseline=True) for name, truth in some.items()})
+    assert {entry.tags[0] for entry in section_of(chance).maps} == {("baseline", False)}
 
 
 def test_several_images_are_summed_up(vit: pl.Anatomy, explained: Explained) -> None:

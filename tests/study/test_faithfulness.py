@@ -76,6 +76,9 @@ def test_words_say_what_the_numbers_say() -> None:
     good = pl.explain(vit, CAT, "posterior", target=3).scores[0]
     assert trial.of(good).better
     assert trial.of(good).words.startswith("Better than random here: it beats 20 of 20")
+    chance = trial.of(replace(pl.explain(vit, CAT, "random"), scores=good[None]))
+    assert not chance.better, "one random map in twenty beats nineteen"
+    assert chance.words.startswith("A random map, the baseline here: it beats 20 of 20")
     bad = trial.of(-good)
     assert not bad.better
     assert bad.words.startswith("Worse than random here: it beats 0 of 20")

@@ -287,7 +287,8 @@ def _heat(picture: Image.Image, att: Attribution) -> Image.Image:
 def _map_entry(image: Explained, name: str, colour: str, dash: str) -> MapEntry:
     att, result, title = image.maps[name], image.results[name], map_title(name, image.maps[name])
     verdict = "better than random" if result.better else "not better than random"
-    tags = [(verdict if result.conclusive else "inconclusive", result.better)]
+    verdict = "baseline" if result.baseline else verdict if result.conclusive else "inconclusive"
+    tags = [(verdict, result.better)]
     tags += [(f"rank {result.rank} of {result.shown}", True)] if result.shown > 1 else []
     tags += [(IGNORES_CLASS, False)] if ignores_class(att) else []
     return MapEntry(
@@ -384,6 +385,7 @@ def _summary(sections: Sequence[ImageSection]) -> list[dict[str, str]]:
             finite = [value for value in values if math.isfinite(value)]
             means.append(_number(sum(finite) / len(finite) if finite else math.nan))
         better = f"{sum(result.better for result in results)} of {len(results)}"
+        better = "baseline" if all(result.baseline for result in results) else better
         rows.append({"method": title, "better": better, "score": means[0], "effect": means[1]})
     return rows
 

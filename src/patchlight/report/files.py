@@ -20,7 +20,6 @@ from patchlight.core.files import check_writable, write_atomic
 from patchlight.core.images import SUFFIXES, list_images
 from patchlight.core.targets import Target, Targets, read_class
 from patchlight.methods.requests import Request, check_supported, refusal
-from patchlight.metrics.base import on_grid
 from patchlight.report.explanations import Explained, ImageSection, describe_run, report_html, section_of
 from patchlight.report.pictures import figure
 from patchlight.study.faithfulness import Trial, run_trial
@@ -224,7 +223,7 @@ def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[Ima
     picture = seen(one.path, vit.preprocess.size, vit.preprocess, LARGE)
     against = None if att.against is None else att.against[:, None]
     trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
-    tests = run_trial(trial, {name: on_grid(att.scores, vit)[0] for name, att in one.maps.items()})
+    tests = run_trial(trial, one.maps)
     digest = hashlib.sha256(one.path.read_bytes()).hexdigest()
     return section_of(Explained(name, picture, one.predictions, one.maps, trial, tests, sha256=digest)), trial
 

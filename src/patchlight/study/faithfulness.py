@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.pictures import percent, short
 from patchlight.core.targets import Targets, UnsplitLabels
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
-from patchlight.metrics.base import Measure, MeasuredScore
+from patchlight.metrics.base import Measure, MeasuredScore, on_grid
 from patchlight.metrics.deletion import Removal, check_tokens, count_cells, measured, removed_logits, scored, thresholds
 
 CHANCE = 0.05
@@ -80,6 +81,7 @@ class Faithfulness:
         quantity: What the scores are, in words, such as "difference of probabilities".
         rank: Rank among the maps shown, 1 is best; 0 if the map was tested alone.
         shown: Number of maps shown.
+        baseline: Whether the map is that of the method `random`, which is never called better than random.
     """
 
     curves: Curves
@@ -91,6 +93,7 @@ class Faithfulness:
     quantity: str
     rank: int = 0
     shown: int = 0
+    baseline: bool = False
 
     @property
     def score(self) -> float:
@@ -100,7 +103,7 @@ class Faithfulness:
     @property
     def better(self) -> bool:
         """Whether the map is better than random, at 5 %."""
-        return self.conclusive and _is_rare(self.randoms - self.beaten, self.randoms)
+        return self.conclusive and not self.baseline and _is_rare(self.randoms - self.beaten, self.randoms)
 
     @property
     def effect(self) -> float:
@@ -125,9 +128,11 @@ class Faithfulness:
         worse = "Worse" if _is_rare(self.beaten, self.randoms) else "No better"
         unclear = "Not clearly better" if self.beaten > self.randoms / 2 else worse
         rank = f" Rank {self.rank} of {self.shown} among the methods shown." if self.shown > 1 else ""
+        verdict = f"{'Better' if self.better else unclear} than random"
+        verdict = "A random map, the baseline" if self.baseline else verdict
         return (
-            f"{'Better' if self.better else unclear} than random here: it beats {self.beaten} of {self.randoms} random "
-            f"orders. Effect: {self.size} ({self.effect:+.2f}; {self.quantity}, insertion minus deletion: "
+            f"{verdict} here: it beats {self.beaten} of {self.randoms} random orders. "
+            f"Effect: {self.size} ({self.effect:+.2f}; {self.quantity}, insertion minus deletion: "
             f"{self.score:.3g} against {self.random_score:.3g} for random).{rank}"
         )
 
@@ -285,8 +290,10 @@ class Trial:
         curves = self.curves(self._random_maps)
         return replace(curves, logits=curves.logits.new_empty(len(curves.logits), 0, 0))
 
-    def of(self, scores: Tensor) -> Faithfulness:
-        """Test one map [h,w]; `run_trial` also ranks several."""
+    def of(self, tested: Tensor | Attribution) -> Faithfulness:
+        """Test one map [h,w], or the first of an attribution; `run_trial` also ranks several."""
+        baseline = isinstance(tested, Attribution) and tested.method == "random"
+        scores = on_grid(tested.scores, self.vit)[0] if isinstance(tested, Attribution) else tested
         curves, random = self.curves(scores[None]), self.random
         values = torch.cat([curves.deletion, curves.insertion, random.deletion, random.insertion])
         size = float(values.abs().max()) if self.quantity == "output" else 1.0
@@ -299,6 +306,7 @@ class Trial:
             spread=spread,
             conclusive=spread >= STIRS * size > 0,
             quantity=self.quantity_words,
+            baseline=baseline,
         )
 
     def hiding(self, result: Faithfulness) -> Hiding:
@@ -363,9 +371,9 @@ def rank_results(results: Mapping[str, Faithfulness]) -> dict[str, Faithfulness]
     }
 
 
-def run_trial(trial: Trial, maps: Mapping[str, Tensor]) -> dict[str, Faithfulness]:
-    """Test several maps [h,w] and rank them."""
-    return rank_results({name: trial.of(scores) for name, scores in maps.items()})
+def run_trial(trial: Trial, maps: Mapping[str, Tensor | Attribution]) -> dict[str, Faithfulness]:
+    """Test several maps and rank them."""
+    return rank_results({name: trial.of(each) for name, each in maps.items()})
 
 
 def sanity_words(similarity: float) -> str:

@@ -29,7 +29,6 @@ from patchlight.evidence.fills import Painted, describe_fill
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import GROUPS, Ablates
 from patchlight.methods.requests import MethodInfo, Request, list_methods, refusal, resolve
-from patchlight.metrics.base import on_grid
 from patchlight.study.catalogue import RECOMMENDED
 from patchlight.study.faithfulness import Faithfulness, Trial
 from patchlight.web import schemas
@@ -242,8 +241,7 @@ class ModelService:
     @cachedmethod(lambda self: self._results, key=lambda _, *args: _result_key(*args), lock=lambda s: s.lock)
     def test_result(self, job: JobInput[schemas.MeasureRequest], name: str, att: Attribution) -> Faithfulness:
         """The faithfulness test of one map."""
-        scores = on_grid(att.scores, job.question.vit)[0]
-        return self.trial(job.question, job.request).of(scores)
+        return self.trial(job.question, job.request).of(att)
 
     def resolve_method(self, method: schemas.MethodRequest) -> Request | PatchlightError:
         """A method with its settings, in chunks that can be cancelled in time; or what is wrong."""
