@@ -152,7 +152,10 @@ def _made(kind: str, *given: Any, **options: Any) -> Any:
 def _mvit(**options: Any) -> nn.Module:
     from timm.models.mvitv2 import MultiScaleVitCfg
 
-    return _made("MultiScaleVit", MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16, **options), img_size=64)
+    model: nn.Module = _made(
+        "MultiScaleVit", MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16, **options), img_size=64
+    )
+    return model
 
 
 _PIT = {"img_size": 64, "base_dims": (16, 16, 16), "depth": (1, 1, 1), "heads": (1, 2, 4)}
