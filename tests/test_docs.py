@@ -35,6 +35,7 @@ PAGES = (
     "cluster",
     "heads",
     "heads-texts",
+    "bags",
     "own-models",
     "figures",
     "verdict",

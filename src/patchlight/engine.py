@@ -83,7 +83,7 @@ def explain(
         >>> att = pl.explain(vit, "cat.jpg", target="cat", against="dog")                       # doctest: +SKIP
         >>> att.show()                                                                          # doctest: +SKIP
     """
-    vit = wrap(vit)
+    vit, images = wrap(vit).fit(images)
     seed = integer("seed", seed, 0)
     size = None if batch_size is None else integer("batch_size", batch_size, 1)
     resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))

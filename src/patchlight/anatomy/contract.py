@@ -123,6 +123,10 @@ class Contract(ABC):
     """None if backward rules cover all operations of its blocks, otherwise the reason why not."""
     can_attend: str | None = None
     """None if the attention found by the probe is all that a block does, otherwise the reason why not."""
+    unordered: bool = False
+    """Whether the cells of the grid have no neighbours, as the tiles of a bag."""
+    pools_only: bool = False
+    """Whether its only attention is where it pools tokens, so that none is between tokens."""
     pool_query: Literal["all", "cls"] = "all"
     """Which queries of an attention pooling the classifier reads."""
     reading: str = ""

@@ -140,30 +140,7 @@ class CustomAnatomy(Anatomy):
         return contextlib.nullcontext() if self.projection() is None else self.projecting(None)
 
     def _logits(self, out: Any, rows: int) -> Tensor:
-        """The logits [rows,C] in the output of the forward; one number per image is one class."""
-        if self.output is not None:
-            try:
-                found = self.output(out)
-            except Exception as error:
-                raise PatchlightError(
-                    f"output= fails on the result of {self.name}, which is {_describe(out)}: {first_line(error)}"
-                ) from error
-            if not isinstance(found, Tensor):
-                raise PatchlightError(
-                    f"output gives {_describe(found)} of what {self.name} gives, which is {_describe(out)}; "
-                    "it must give the tensor of logits [B,C]"
-                )
-        else:
-            found = _pick_logits(out, self.name)
-        found = found[:, None] if found.ndim == 1 and len(found) == rows else found
-        if found.ndim != 2 or len(found) != rows or found.shape[1] == 0 or not found.is_floating_point():
-            kind = "" if found.is_floating_point() else f" of {str(found.dtype).removeprefix('torch.')}"
-            images = "one image" if rows == 1 else f"{rows} images"
-            raise PatchlightError(
-                f"{self.name} gives a tensor {list(found.shape)}{kind} for {images}, not logits [{rows},C]; choose "
-                "them with output=lambda out: …"
-            )
-        return found
+        return logits_of(out, rows, self.output, self.name)
 
     def check(self) -> None:
         """Check that the forward can be intercepted at the blocks, then check it like every model."""
@@ -417,6 +394,33 @@ def _enters(vit: CustomAnatomy) -> bool:
     except Exception:
         return False
     return True
+
+
+def logits_of(out: Any, rows: int, output: Output | None, name: str) -> Tensor:
+    """The logits [rows,C] in the output of the forward; one number per image is one class."""
+    if output is not None:
+        try:
+            found = output(out)
+        except Exception as error:
+            raise PatchlightError(
+                f"output= fails on the result of {name}, which is {_describe(out)}: {first_line(error)}"
+            ) from error
+        if not isinstance(found, Tensor):
+            raise PatchlightError(
+                f"output gives {_describe(found)} of what {name} gives, which is {_describe(out)}; "
+                "it must give the tensor of logits [B,C]"
+            )
+    else:
+        found = _pick_logits(out, name)
+    found = found[:, None] if found.ndim == 1 and len(found) == rows else found
+    if found.ndim != 2 or len(found) != rows or found.shape[1] == 0 or not found.is_floating_point():
+        kind = "" if found.is_floating_point() else f" of {str(found.dtype).removeprefix('torch.')}"
+        images = "one image" if rows == 1 else f"{rows} images"
+        raise PatchlightError(
+            f"{name} gives a tensor {list(found.shape)}{kind} for {images}, not logits [{rows},C]; choose "
+            "them with output=lambda out: …"
+        )
+    return found
 
 
 def _pick_logits(out: Any, name: str) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from patchlight.anatomy import hf, hf_backbones
+from patchlight.anatomy.bags import open_bag
 from patchlight.anatomy.by_hand import DescribedAnatomy
 from patchlight.anatomy.custom import CUSTOM, read_custom
 from patchlight.anatomy.families import Family, LoadRequest, family_of, in_order, read_anatomy
@@ -67,7 +68,8 @@ def wrap(
             `processor` may contain one), `sigmoid`, `regression=True` (its outputs are numbers), `stage` (0-based, or
             negative from the end: where a hierarchical model is opened). For a module of yours also `output` (a
             function from its output to the logits [B,C]) and, where it changes the backbone's, `grid`, `prefix`,
-            `channels`, `extent` or `pooling`.
+            `channels`, `extent` or `pooling`. For a head over bags of tiles [B,n,E], `bag=E`, the number of features of
+            a tile; `explain` then takes bags of any number of tiles.
     """
     about = {key: value for key, value in about.items() if value is not None}
     if isinstance(model, Anatomy):
@@ -126,7 +128,10 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
         about["labels"] = read_labels(about["labels"])
     if "preprocess" in about:
         about["preprocess"] = applied(about["preprocess"], lambda: _model_preprocess(model, about))
-    anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
+    if "bag" in about:
+        anatomy: Anatomy = open_bag(model, about)
+    else:
+        anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
     _check_colours(anatomy)
     check_finite(model, anatomy.name)
     anatomy.check()
@@ -219,7 +224,7 @@ def _create(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module,
 
 def _check_keywords(about: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `wrap`; unknown ones are refused."""
-    known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM}
+    known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM, "bag"}
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
@@ -228,7 +233,7 @@ def _check_keywords(about: dict[str, Any]) -> dict[str, Any]:
     if "output" in about and not callable(about["output"]):
         kind = type(about["output"]).__name__
         raise PatchlightError(f"output is {kind}; give a function, such as output=lambda out: out['logits']")
-    if "output" in about and "blocks" in about:
+    if "output" in about and "blocks" in about and "bag" not in about:
         raise PatchlightError("output= does not apply to a model described by hand; let readout return the logits")
     return about
 

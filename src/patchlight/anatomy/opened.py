@@ -349,6 +349,10 @@ class Anatomy(Readout):
         self.renew()
         return self.place(to_batch(images, self.preprocess, self.channels))
 
+    def fit(self, images: Any) -> tuple[Self, Any]:
+        """The anatomy for these inputs, whose size may differ from call to call, and the inputs as it takes them."""
+        return self, images
+
     def place(self, images: Tensor) -> Tensor:
         """Images on the device and in the type of the model."""
         return images.to(self.device, self.dtype)

@@ -286,13 +286,22 @@ class Attribution:
             options = {"preprocess": self.preprocess, **options}  # pictures and tensors are cropped already
         return overlay(scores if scores.ndim == 2 else scores[0], image, self.image_size, **options)
 
-    def plot(self, ax: Axes | None = None, index: int = 0, image: Picture | Tensor | None = None) -> Axes:
+    def plot(
+        self,
+        ax: Axes | None = None,
+        index: int = 0,
+        image: Picture | Tensor | None = None,
+        coordinates: Any = None,
+    ) -> Axes:
         """Draw one map into matplotlib axes, over its photograph if there is one.
+
+        A bag of tiles is drawn at its coordinates, or as a bar chart of the 16 highest and the 16 lowest tiles.
 
         Args:
             ax: The axes; by default those of a new figure of pyplot.
             index: Which image of the batch; for several classes, the first is drawn.
             image: As in `overlay`.
+            coordinates: For a bag, the place [n,2] of each tile: x and y, from the top left.
 
         Returns:
             The axes.
@@ -302,14 +311,18 @@ class Attribution:
             >>> att.plot(axes[0]), other.plot(axes[1])                                          # doctest: +SKIP
         """
         from patchlight.core.drawing import heat_picture
+        from patchlight.core.drawing.tiles import draw_tiles
 
         if ax is None:
             from matplotlib import pyplot
 
             ax = pyplot.subplots()[1]
         place = self._place(index) * (self.target.numel() // len(self))
-        ax.imshow(heat_picture(self, place) if image is None else self.overlay(image, index))
         ax.set_title(f"{self.method}: {self.captions[place]}", parse_math=False)
+        if self.grid[1] == 1:
+            draw_tiles(ax, self.scores.reshape(-1, self.grid[0])[place], coordinates)
+            return ax
+        ax.imshow(heat_picture(self, place) if image is None else self.overlay(image, index))
         ax.set_axis_off()
         return ax
 

@@ -15,6 +15,8 @@ from patchlight.anatomy.watching import AttentionTap
 class Unseen(AttentionTap):
     """Attention restricted to the keys `seen` [B,N], fused if the model's is."""
 
+    watches = False
+
     def __init__(self, seen: Tensor) -> None:
         super().__init__()
         self.seen = seen[:, None, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.imputation import imputed
 
 Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
@@ -92,6 +92,8 @@ def fill_images(
         seed: Seed of `noise` and `road`; every image gets the same noise.
         noise: Range of `noise`.
     """
+    if vit.unordered and fill in ("blur-rise", "blur-tis", "road"):
+        raise Unsupported(f"fill='{fill}' is for images; for tiles use 'channel-mean' (the mean tile) or 'zero'")
     if fill == "road":
         generator = torch.Generator(images.device).manual_seed(seed)
         drawn = torch.randn(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)

@@ -75,6 +75,8 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.depth == 0 or vit.hierarchical:
         return f"it suppresses attention between all tokens, and {vit.name} has no such blocks"
+    if vit.pools_only:
+        return f"{vit.name} attends only where it pools tiles, not from tile to tile"
     if vit.attention is not None:
         return f"it suppresses attention between all tokens, and that of {vit.name} cannot be read: {vit.attention}"
     return None

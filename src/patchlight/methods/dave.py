@@ -21,7 +21,7 @@ from patchlight.evidence.passes import in_memory, rows_at_once
 from patchlight.evidence.rules import RULES
 from patchlight.evidence.runner import PIXELS, LayerJob
 from patchlight.methods.base import Ask, Level, own_passes
-from patchlight.methods.masking import at_level
+from patchlight.methods.masking import at_level, needs_neighbours
 
 DEGREES, SHIFT, SCALE = 20.0, 0.1, 0.1
 """The most that a warp rotates, shifts (share of the side) and scales."""
@@ -139,6 +139,8 @@ def _gaussian(size: int, sigma: float) -> Tensor:
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if vit.unordered:
+        return needs_neighbours(settings, vit)
     rule = RULES.lookup(settings["operator"])
     if rule is None:
         return f"no backward rule is called '{settings['operator']}'; {nearest(settings['operator'], RULES)}"

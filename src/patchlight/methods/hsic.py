@@ -13,7 +13,7 @@ from patchlight.core.resize import to_pixels
 from patchlight.evidence.ablation import Count, PixelMasks
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, ablates
-from patchlight.methods.masking import at_level, owners
+from patchlight.methods.masking import at_level, needs_neighbours, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 Sampler = Literal["sobol", "lhs"]
@@ -63,6 +63,7 @@ def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
         "xplique": {"sampler": "sobol", "grid": 8, "samples": 500},
     },
     constant="no mask changed the score",
+    refuses=needs_neighbours,
 )
 def hsic(
     ask: Ask,

@@ -103,6 +103,14 @@ def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
     return vit.can_drop if settings["unit"] == "token" else None
 
 
+def needs_neighbours(settings: Settings, vit: Anatomy) -> str | None:
+    """The refusal of methods that mask or warp neighbouring pixels together."""
+    if vit.unordered and settings.get("unit", "pixel") == "pixel":
+        advice = "; unit='token' works" if "unit" in settings else ""
+        return f"it masks or warps neighbours together, and the tiles of a bag have none{advice}"
+    return None
+
+
 def at_level(maps: Tensor, level: Level, ask: Ask) -> Tensor:
     """Maps [...,h,w] of patches or pixels at a level: patches painted on pixels, or pixels averaged over patches."""
     if level == "pixel":

@@ -265,6 +265,9 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & ATTENTION and vit.attention is not None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
+    read = isinstance(method, LayerMap) and method.matrix
+    if vit.pools_only and needs & (ATTENTION - {"A"} if read else ATTENTION):
+        return f"{vit.name} attends only where it pools tiles, not from tile to tile"
     hidden = unavailable(needs, vit)
     if hidden is not None:
         return hidden

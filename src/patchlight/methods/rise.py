@@ -13,7 +13,15 @@ from torch import Tensor
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, ablates
-from patchlight.methods.masking import Ratio, at_level, bernoulli, removes_tokens, score_masks, score_patches
+from patchlight.methods.masking import (
+    Ratio,
+    at_level,
+    bernoulli,
+    needs_neighbours,
+    removes_tokens,
+    score_masks,
+    score_patches,
+)
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
@@ -96,7 +104,7 @@ def draw_grids(n: int, cells: int, keep: float, size: tuple[int, int], generator
         "tis": {"grid": 8, "keep": 0.1, "samples": 4000, "score": "logit"},
         "vit-shapley": {"unit": "token", "level": "token", "keep": 0.5, "samples": 2000, "normaliser": "empirical"},
     },
-    refuses=removes_tokens,
+    refuses=lambda settings, vit: removes_tokens(settings, vit) or needs_neighbours(settings, vit),
 )
 def rise(
     ask: Ask,

@@ -137,7 +137,7 @@ def _reached(named: Mapping[str, Tensor], logits: Tensor) -> set[str]:
 
 def twin(vit: Anatomy) -> Anatomy:
     """The same model with its own copy of the parameters."""
-    if vit.library in ("described", "own"):
+    if vit.library in ("described", "own", "bag"):
         if not vit.castable:
             raise Unsupported(
                 f"{vit.name} was described by functions, which a copy cannot use; describe it by bound methods "

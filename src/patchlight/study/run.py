@@ -343,6 +343,7 @@ def measure(
     options: MeasureOptions,
 ) -> dict[str, dict[str, Outcome[Evaluation]]]:
     """Measure maps by label, as in `evaluate`, batch by batch; returns outcomes by label and metric."""
+    vit, images = vit.fit(images)
     vit.renew()
     columns = {label: [_Column(request, options.isolate) for request in metrics[label]] for label in maps}
     for column in itertools.chain(*columns.values()):

@@ -26,6 +26,7 @@ from patchlight.core.drawing.heat import (
 )
 from patchlight.core.drawing.page import data_url
 from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, ignores_class, map_title
+from patchlight.core.drawing.tiles import tiles_picture
 from patchlight.core.photos import as_picture
 from patchlight.core.text import plural
 
@@ -118,6 +119,8 @@ def heat_picture(att: Attribution, i: int, signed: bool | None = None, side: int
     scores = att.scores.reshape(-1, *att.grid)[i]
     signed = is_signed(att.scores) if signed is None else signed
     photo = _photo(att, i, side)
+    if att.grid[1] == 1:
+        return tiles_picture(scores.flatten())
     if photo is None:
         return _colours(scores, att, signed)
     return blend(photo, scores, robust_scale(scores, signed), covers=att.covers)
