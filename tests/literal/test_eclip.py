@@ -131,7 +131,7 @@ def test_gradient_of_attention(family: str, rule: str) -> None:
             q, k, bare, weighed = seen.at(layer)
             torch.testing.assert_close(bare, G.relu(), **close)
             flat = (t.transpose(1, 2).flatten(2) for t in (q, k))
-            spatial = spatial_weights(*flat, vit.prefix)
+            spatial = spatial_weights(*flat, slice(vit.prefix, None))
             patches = (spatial * G).relu()[..., vit.prefix :]  # lambda is negative at a prefix token, if anywhere
             torch.testing.assert_close(weighed[..., vit.prefix :], patches, **close)
 
@@ -161,7 +161,9 @@ def test_by_hand() -> None:
     v = torch.tensor([[[[2.0, 1.0], [3.0, -1.0], [5.0, 0.0]]]], dtype=torch.float64)
     w = torch.tensor([[[[1.0, -1.0]]]], dtype=torch.float64)
     x = torch.zeros(1, 3, 2, dtype=torch.float64)
-    torch.testing.assert_close(spatial_weights(q[:, 0], k[:, 0], 0), torch.tensor([[[1.0, 0.5, 0.0]]]).double())
+    torch.testing.assert_close(
+        spatial_weights(q[:, 0], k[:, 0], slice(None)), torch.tensor([[[1.0, 0.5, 0.0]]]).double()
+    )
     found = grad_eclip(Evidence.of(x, q=q, k=k, v=v, dO=w))
     torch.testing.assert_close(found, torch.tensor([[[1.0, 2.0, 0.0]]]).double(), **CLOSE)
     assert not grad_eclip(Evidence.of(x, q=q, k=k, v=v, dO=-w)).any()
@@ -195,7 +197,7 @@ def test_patches_that_change_places() -> None:
 
 def test_lambda_lies_between_zero_and_one_on_the_patches() -> None:
     given = drawn()
-    spatial = spatial_weights(given["q"][:, 0], given["k"][:, 0], 2)[..., 2:]
+    spatial = spatial_weights(given["q"][:, 0], given["k"][:, 0], slice(2, None))[..., 2:]
     assert torch.equal(spatial.amin(-1), torch.zeros(2, 6).double())
     torch.testing.assert_close(spatial.amax(-1), torch.ones(2, 6).double())
 

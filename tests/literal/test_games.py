@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import DegenerateMap
+from patchlight.core.layout import Layout
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation
 from patchlight.evidence.coalitions import Unseen, draw_coalitions
@@ -321,12 +322,12 @@ def test_every_kind_of_attention_is_suppressed_alike(family: str) -> None:
 
 def test_neighbours_have_the_cards_factors() -> None:
     e = torch.tensor([[[9.0, 9.0], [1.0, 0.0], [2.0, 0.0], [1.0, 1.0], [0.0, 1.0], [-1.0, 0.0]]])
-    rows = suppression(e, 1, 0.1, 0.0, None)[0]
+    rows = suppression(e, Layout((e.shape[1] - 1,), 1, axes=("place",)), 0.1, 0.0, None)[0]
     half = 0.9 * (1 - math.sqrt(0.5)) + 0.1
     torch.testing.assert_close(rows[0], torch.tensor([1, 0.1, 0.1, half, 1, 1], dtype=torch.float64))
-    only = suppression(e, 1, 0.1, 1.1, None)[0]
+    only = suppression(e, Layout((e.shape[1] - 1,), 1, axes=("place",)), 0.1, 1.1, None)[0]
     torch.testing.assert_close(only[:, 1:], torch.eye(5, dtype=torch.float64) * -0.9 + 1)
-    first = suppression(e, 1, 0.1, 0.0, 1)[0]
+    first = suppression(e, Layout((e.shape[1] - 1,), 1, axes=("place",)), 0.1, 0.0, 1)[0]
     torch.testing.assert_close(first[0], torch.tensor([1, 0.1, 0.1, 1, 1, 1], dtype=torch.float64))
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.watching import TokenWatch
 from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import Unsupported
+from patchlight.core.layout import Geometry, Layout
 from patchlight.core.targets import Outputs
 
 Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg", "max"]
@@ -105,13 +106,13 @@ def affine(layer: Any) -> Affine | None:
 class Contract(ABC):
     """The parts of a model, each run on `net`, the twin of the user's model.
 
-    `grid` is the patch grid (rows, columns); `prefix` the number of tokens before the patches (CLS, DIST, registers);
-    `pooling` how the classifier reads the tokens; `heads` and `width` the size of the blocks.
+    `layout` is how tokens stand in the sequence, `geometry` what a cell of the grid covers in the input; `pooling` how
+    the classifier reads the tokens; `heads` and `width` the size of the blocks.
     """
 
     name: str
-    grid: tuple[int, int]
-    prefix: int
+    layout: Layout
+    geometry: Geometry
     pooling: Pooling
     heads: int
     width: int
@@ -146,7 +147,10 @@ class Contract(ABC):
 
     @abstractmethod
     def embed(self, images: Tensor) -> Tensor:
-        """Images [B,C,H,W] to x_0 [B,N,D]: the tokens that enter block 0, position embedding and prefix included."""
+        """Images [B,C,H,W] to x_0 [B,N,D]: the tokens that enter block 0, position embedding and prefix included.
+
+        Other inputs have the shape [B,*input_shape].
+        """
 
     @abstractmethod
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -215,9 +219,42 @@ class Contract(ABC):
         return None
 
     @property
+    def grid(self) -> tuple[int, ...]:
+        """Cells along each axis: rows and columns of patches, for images."""
+        return self.layout.grid
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The name of each axis of the grid."""
+        return self.layout.axes
+
+    @property
+    def cells(self) -> int:
+        """Number of cells of the grid."""
+        return self.layout.cells
+
+    @property
+    def prefix(self) -> int:
+        """Number of tokens before the patches: CLS, DIST, registers."""
+        return self.layout.prefix
+
+    @property
+    def suffix(self) -> int:
+        """Number of tokens after the patches."""
+        return self.layout.suffix
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The part of the input (pixels from the top left, for images) that the grid covers along each axis.
+
+        It is less than the image where patches do not fit into it, and more where it is padded.
+        """
+        return self.geometry.extent(self.grid)
+
+    @property
     def tokens(self) -> int:
-        """N: prefix tokens and patches."""
-        return self.prefix + self.grid[0] * self.grid[1]
+        """N: prefix tokens, patches and suffix tokens."""
+        return self.layout.count
 
     @property
     def tokens_read(self) -> int:

@@ -103,7 +103,7 @@ class CustomAnatomy(Anatomy):
         return self._inside.features(tokens)
 
     def classified(self, tokens: Tensor) -> Tensor:
-        blank = torch.zeros(1, self.channels, *self.preprocess.size, device=tokens.device, dtype=self.dtype)
+        blank = torch.zeros(1, *self.input_shape, device=tokens.device, dtype=self.dtype)
         return self._behind(tokens, blank if self._one_blank else blank.expand(len(tokens), -1, -1, -1))
 
     def _behind(self, tokens: Tensor, images: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ def _scaled(backbone: Anatomy, preprocess: Preprocess) -> tuple[int, int]:
 
 def _enters(vit: CustomAnatomy) -> bool:
     """Whether the forward reaches the backbone."""
-    image = vit.place(torch.zeros(1, vit.channels, *vit.preprocess.size))
+    image = vit.place(torch.zeros(1, *vit.input_shape))
     try:
         with torch.no_grad(), vit.steady():
             vit.embed(image)

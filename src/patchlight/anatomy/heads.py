@@ -459,7 +459,7 @@ def _stems(images: Any) -> list[str]:
 
 def _check_width(rows: Tensor, vit: Anatomy, what: str) -> None:
     """Refuse rows whose width is not that of the model's features."""
-    width = vit.features_of(torch.zeros(1, vit.channels, *vit.preprocess.size)).shape[1]
+    width = vit.features_of(torch.zeros(1, *vit.input_shape)).shape[1]
     if rows.shape[1] != width:
         raise PatchlightError(
             f"{what} has rows of width {rows.shape[1]}, and the features of {vit.name} are {width} wide"

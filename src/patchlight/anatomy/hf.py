@@ -155,7 +155,7 @@ class HuggingFaceAnatomy(Anatomy):
         if kind.startswith("Siglip"):
             return tokens.mean(1)
         if self.pooling == "cls+avg":
-            return torch.cat([tokens[:, 0], tokens[:, self.prefix :].mean(1)], 1)
+            return torch.cat([tokens[:, 0], self.layout.of_cells(tokens).mean(1)], 1)
         return tokens[:, :2].mean(1) if self.pooling == "cls+dist" else tokens[:, 0]
 
     def classify(self, features: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class MaskedAnatomy(BackboneAnatomy):
 
     def _order(self, images: Tensor) -> Tensor:
         """Sorting keys that keep the patches in order."""
-        return torch.arange(self.tokens - self.prefix, device=images.device).expand(len(images), -1)
+        return torch.arange(self.cells, device=images.device).expand(len(images), -1)
 
 
 class TowerAnatomy(BackboneAnatomy):

@@ -21,6 +21,7 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.anatomy.watching import watch_tokens
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.images import Preprocess, to_batch
+from patchlight.core.layout import IMAGE_AXES, Geometry, Layout
 from patchlight.core.targets import UnsplitLabels
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ class Anatomy(Readout):
 
     `model` is the user's module and is only read; everything runs on `net`, a twin of it. `Contract` lists what a
     family defines, and `Readout` what the outputs mean. `preprocess` is how images are prepared, `channels` their
-    number of channels; `extent` are the pixels (rows, columns) that the grid covers, from the top left: less than the
-    image where patches do not fit into it, more where it is padded.
+    number of channels; `input_shape` is the shape of one input without the batch, (channels, height, width) for images.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Anatomy(Readout):
         model: nn.Module,
         *,
         name: str,
-        grid: tuple[int, int],
+        grid: tuple[int, ...],
         prefix: int,
         pooling: Pooling,
         heads: int,
@@ -76,12 +76,20 @@ class Anatomy(Readout):
         sigmoid: bool | None = None,
         regression: bool = False,
         channels: int = 3,
-        extent: tuple[int, int] | None = None,
+        extent: tuple[int, ...] | None = None,
+        suffix: int = 0,
+        axes: tuple[str, ...] = IMAGE_AXES,
+        order: Sequence[int] | Tensor | None = None,
+        geometry: Geometry | None = None,
+        input_shape: tuple[int, ...] | None = None,
     ) -> None:
         self.model, self.name = model, name
-        self.grid, self.prefix, self.pooling, self.heads = grid, prefix, pooling, heads
+        self.layout = Layout(grid, prefix, suffix, axes, None if order is None else tuple(order))
+        self.pooling, self.heads = pooling, heads
         self.preprocess, self.channels = preprocess, channels
-        self.extent = preprocess.size if extent is None else extent
+        self.input_shape = (channels, *preprocess.size) if input_shape is None else tuple(input_shape)
+        size = self.input_shape[-len(self.grid) :]
+        self.geometry = Geometry.even(self.grid, size, extent) if geometry is None else geometry
         self.classes, self.labels = classes, None if labels is None else list(labels)
         self._kind = "none" if regression else "sigmoid" if sigmoid else "softmax"
         self.outputs = self.own_outputs(classes)
@@ -318,19 +326,18 @@ class Anatomy(Readout):
             raise Unsupported(f"{self.name} cannot drop tokens: {self.can_drop}")
 
     def gather(self, tokens: Tensor, keep: Tensor, owner: Tensor | None = None) -> Tensor:
-        """The prefix tokens and the patches at `keep` [V,k], in that order, of image owner[v] (None: one row each)."""
+        """The tokens at `places(keep)` of image owner[v] (None: one row each)."""
         places = self.places(keep)
         owner = torch.arange(len(keep), device=keep.device) if owner is None else owner
         rows = (places + tokens.shape[1] * owner[:, None]).flatten()
         return tokens.flatten(0, 1).index_select(0, rows).view(*places.shape, tokens.shape[2])
 
     def places(self, keep: Tensor) -> Tensor:
-        """Indices [V,p+k] of the prefix tokens and of the patches at `keep` [V,k] among all tokens."""
-        prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
-        return torch.cat([prefix, keep + self.prefix], 1)
+        """Indices [V,p+k+s] of the prefix tokens, the patches at `keep` [V,k] and the suffix among all tokens."""
+        return self.layout.places(keep)
 
     def _check_keep(self, tokens: Tensor, keep: Tensor) -> None:
-        patches = self.grid[0] * self.grid[1]
+        patches = self.cells
         if keep.ndim != 2 or keep.shape[0] != tokens.shape[0] or keep.is_floating_point():
             raise PatchlightError(
                 f"keep has shape {list(keep.shape)} and dtype {keep.dtype}; give integer patch indices "
@@ -366,8 +373,16 @@ class Anatomy(Readout):
         return [[(self.label(i), p) for p, i in zip(*row, strict=True)] for row in rows]
 
     def patches(self, values: Tensor) -> Tensor:
-        """Per-token values [B,N] to the patch grid [B,h,w]: the one place that drops prefix tokens."""
-        return values[:, self.prefix :].reshape(-1, *self.grid)
+        """Per-token values [B,N] to the grid [B,*grid], without prefix and suffix."""
+        return self.layout.of_cells(values).reshape(-1, *self.grid)
+
+    def channels_first(self, images: Tensor) -> Tensor:
+        """Inputs [B,*input_shape] as [B,C,*size], the axes in the order of the grid's; images are that already."""
+        return self.geometry.channels_first(images)
+
+    def as_input(self, images: Tensor) -> Tensor:
+        """The inverse of `channels_first`."""
+        return self.geometry.as_input(images, len(self.input_shape) > len(self.grid))
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
@@ -388,7 +403,7 @@ class Anatomy(Readout):
             yield
 
     def __repr__(self) -> str:
-        grid, size = "x".join(map(str, self.grid)), "x".join(map(str, self.preprocess.size))
+        grid, size = "x".join(map(str, self.grid)), "x".join(map(str, self.geometry.size))
         return (
             f"<{self.name} ({self.library}): {self.depth} blocks of {self.heads} heads, {grid} patches of a {size} "
             f"image, {self.prefix} prefix tokens, {self.pooling} pooling, {self.classes} classes, {self.device}>"

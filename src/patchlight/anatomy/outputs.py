@@ -100,7 +100,8 @@ class Readout(Contract):
             return self.head.read_row(tokens, index.to(tokens.device))
         count = self.tokens_read
         row = logits.new_zeros(len(logits), count)
-        patches = 1.0 / (count - self.prefix)
+        cells = slice(self.prefix, count - self.suffix)
+        patches = 1.0 / (cells.stop - cells.start)
         if self.pooling == "map":
             if pool_attention is None:
                 raise Unsupported(f"the attention pooling of {self.name} was not called, so its rows cannot be read")
@@ -108,10 +109,10 @@ class Readout(Contract):
             seen = queries.mean((1, 2))
             row[:, count - seen.shape[1] :] = seen
         elif self.pooling == "avg":
-            row[:, self.prefix :] = patches
+            row[:, cells] = patches
         elif self.pooling == "cls+avg":
             row[:, 0] = 0.5
-            row[:, self.prefix :] = 0.5 * patches
+            row[:, cells] = 0.5 * patches
         elif self.pooling == "cls+dist":
             row[:, :2] = 0.5
         else:

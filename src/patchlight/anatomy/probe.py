@@ -73,7 +73,8 @@ def _read_tokens(vit: Anatomy, tokens: Tensor) -> None:
     if tokens.ndim != 3 or tokens.shape[1] != vit.tokens:
         raise PatchlightError(
             f"{vit.name} makes tokens {list(tokens.shape)} of one image, and {vit.prefix} prefix tokens with a grid of "
-            f"{vit.grid[0]} x {vit.grid[1]} patches would be {vit.tokens}; its patches cannot be located"
+            f"{' x '.join(map(str, vit.grid))} patches{f' and {vit.suffix} suffix tokens' if vit.suffix else ''} would "
+            f"be {vit.tokens}; its patches cannot be located"
         )
     vit.width = tokens.shape[2]
 
@@ -145,9 +146,9 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def random_image(vit: Anatomy) -> Tensor:
-    """The probe image [1,C,H,W], on the model's device."""
+    """The probe image [1,*input_shape], on the model's device."""
     generator = torch.Generator().manual_seed(0)
-    return vit.place(torch.randn(1, vit.channels, *vit.preprocess.size, generator=generator))
+    return vit.place(torch.randn(1, *vit.input_shape, generator=generator))
 
 
 def _gradient(vit: Anatomy) -> str | None:

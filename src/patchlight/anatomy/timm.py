@@ -152,7 +152,7 @@ class TimmAnatomy(Anatomy):
             return None
         registers = getattr(net, "reg_token", None)
         prefix = net.cls_token if registers is None else torch.cat([net.cls_token, registers], 1)
-        if positions.shape[1] == self.tokens - self.prefix:
+        if positions.shape[1] == self.cells:
             positions = torch.cat([torch.zeros_like(prefix), positions], 1)
         if prefix.shape[1] != self.prefix or positions.shape[1] != self.tokens:
             return None

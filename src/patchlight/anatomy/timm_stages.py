@@ -17,6 +17,7 @@ from patchlight.anatomy.names import STAGED, known_as, why_not
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.anatomy.timm import described
 from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.layout import Geometry, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +66,7 @@ class CutAnatomy(Anatomy):
     def look(self) -> None:
         """Record the outputs of the modules before the cut, so that they can be skipped, and of the stage."""
         with torch.no_grad():
-            blank = torch.zeros(2, self.channels, *self.preprocess.size)
+            blank = torch.zeros(2, *self.input_shape)
             one, two = (self._cut.outputs(self.place(blank[:count])) for count in (1, 2))
         *self._skipped, self._out = (_shapes(a, b) for a, b in zip(one, two, strict=True))
         self._read_layout(*_tensors(self._out))
@@ -79,9 +80,9 @@ class CutAnatomy(Anatomy):
             channels_last = type(self.model).__name__ in _CHANNELS_LAST  # all three sides are equal
             last = shape[3] == self._at.channels and (shape[1] != shape[3] or channels_last)
             self._layout, sides = ("channels last", shape[1:3]) if last else ("channels first", shape[2:])
-            self.grid, self.prefix = (sides[0], sides[1]), beside[0].of(1)[1] if beside else 0
+            self.layout = Layout((sides[0], sides[1]), beside[0].of(1)[1] if beside else 0)
         else:
-            self._layout, self.prefix = "rows", shape[1] - self.grid[0] * self.grid[1]
+            self._layout, self.layout = "rows", Layout(self.grid, shape[1] - self.cells)
         if not 0 <= self.prefix <= 2:
             raise PatchlightError(
                 f"stage {self.stage} of {self.name} gives {list(shape)}, which is not a grid of {self.grid[0]} x "
@@ -90,7 +91,8 @@ class CutAnatomy(Anatomy):
         self.pooling = "cls" if self.prefix else "avg"
         covered = self.grid[0] * self._at.step, self.grid[1] * self._at.step
         off = max(abs(a - b) for a, b in zip(covered, self.preprocess.size, strict=True))
-        self.extent = covered if off < self._at.step else self.preprocess.size
+        extent = covered if off < self._at.step else self.preprocess.size
+        self.geometry = Geometry.even(self.grid, self.preprocess.size, extent)
 
     def embed(self, images: Tensor) -> Tensor:
         cells, beside = _tensors(self._cut.outputs(images)[-1])
@@ -119,13 +121,13 @@ class CutAnatomy(Anatomy):
         tokens = tokens if order is None else tokens[:, order.argsort().to(tokens.device)]
         cells, prefix = tokens, tokens[:, : self.prefix]
         if self._layout != "rows":
-            cells = tokens[:, self.prefix :].unflatten(1, self.grid)
+            cells = self.layout.of_cells(tokens).unflatten(1, self.grid)
         if self._layout == "channels first":
             cells = cells.permute(0, 3, 1, 2).contiguous()
         first = _tensors(self._out)[0]
         given = _filled(self._out, lambda shape: cells if shape is first else prefix)
         skipped = [_filled(out, lambda shape: shape.zeros(tokens)) for out in self._skipped]
-        blank = tokens.new_zeros(len(tokens), self.channels, *self.preprocess.size)
+        blank = tokens.new_zeros(len(tokens), *self.input_shape)
         return cast(Tensor, self._cut.onward(blank, skipped, given))
 
     @property

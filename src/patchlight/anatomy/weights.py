@@ -136,7 +136,7 @@ def _strip_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, int], source: str) -> dict[str, Tensor]:
+def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, ...], source: str) -> dict[str, Tensor]:
     """Weights with position tables, made for another image size, resampled to a model's grid as timm does."""
     from timm.layers.pos_embed import resample_abs_pos_embed
     from timm.layers.pos_embed_rel import resize_rel_pos_bias_table

@@ -108,7 +108,7 @@ class Attribution:
     precision: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     preprocess: Preprocess | None = None
-    extent: tuple[int, int] | None = None
+    extent: tuple[int, ...] | None = None
     weights: str = ""
     images: tuple[str, ...] = ()
     error: Tensor | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.watching import AttentionTap
+from patchlight.core.layout import Layout
 
 
 class Unseen(AttentionTap):
@@ -57,6 +58,12 @@ def members_first(z: Tensor) -> Tensor:
     return (~z).to(torch.uint8).argsort(dim=1, stable=True)
 
 
+def seen_tokens(layout: Layout, longest: int, size: Tensor) -> Tensor:
+    """Which tokens [n,N] a coalition sees: prefix, suffix and the first size [n] of the `longest` patches kept."""
+    seen = torch.arange(-layout.prefix, longest + layout.suffix, device=size.device)
+    return (seen < size[:, None]) | (seen >= longest)
+
+
 def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Tensor:
     """Logits [B,m,C] of every image with only the patches of its coalitions z [B,m,d], `chunk` of them at once.
 
@@ -73,7 +80,7 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
         some = order[begin : begin + chunk]
         longest = sizes[begin : begin + chunk][-1]
         keep = members[some, :longest]
-        seen = torch.arange(-vit.prefix, longest, device=z.device) < size[some, None]
+        seen = seen_tokens(vit.layout, longest, size[some])
         tokens = vit.gather(embedded, keep, some // z.shape[1])
         with Unseen(seen):
             for index in range(vit.depth):

@@ -55,8 +55,8 @@ class LocalScores(Runner):
         """Tokens [B,N,D] that give every readout the value that this course reads of y."""
         if self.course.local == "pooling":
             return y
-        first, stop = {"cls": (0, 1), "patches": (self.vit.prefix, None), "tokens": (0, None)}[self.course.local or ""]
-        return y[:, first:stop].mean(1, keepdim=True).expand(-1, y.shape[1], -1)
+        read = {"cls": y[:, :1], "patches": self.vit.layout.of_cells(y), "tokens": y}[self.course.local or ""]
+        return read.mean(1, keepdim=True).expand(-1, y.shape[1], -1)
 
     def _keep_read(self, record: Record) -> None:
         """Record the pooling's attention: keys and values of all tokens, zero where it has none, and its queries."""

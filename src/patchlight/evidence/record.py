@@ -49,6 +49,7 @@ class Record:
     only_read: bool = False
     leaf: Tensor | None = None
     reach: Reach | None = None
+    suffix: int = 0
 
     def __post_init__(self) -> None:
         self.seen["x"] = self.x
@@ -153,8 +154,8 @@ class Evidence:
     per token [B,N]. p: the projected patches [B,P,D], before positions, the same in every block.
 
     `matrix` is a mean over the heads of A, G or both, written out only if necessary: use it if you need a row, not all
-    of A or G. `index` and `depth` are the block and the number of blocks, `tokens` is N, and `prefix` of them come
-    before the patches. `only_read`: q and dO have only the rows that are read.
+    of A or G. `index` and `depth` are the block and the number of blocks, `tokens` is N, `prefix` of them come before
+    the patches, and `cells` is the slice of the patches. `only_read`: q and dO have only the rows that are read.
     """
 
     x, y, A, q, k, v, n, o, u, p = (_Part() for _ in range(10))
@@ -163,6 +164,7 @@ class Evidence:
     def __init__(self, record: Record, needs: Iterable[str] = PARTS, reader: str = "this layer map") -> None:
         self._record, self._needs, self._reader = record, needs, reader
         self.index, self.prefix, self.depth, self.tokens = record.index, record.prefix, record.depth, record.x.shape[1]
+        self.cells = slice(record.prefix, self.tokens - record.suffix)
         self.only_read = record.only_read
 
     @classmethod
@@ -287,7 +289,7 @@ class Evidence:
             G = self._seen("G").unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
             means: Tensor = reach.means(G.flatten(0, 1)).unflatten(0, G.shape[:2])
             return means
-        return self.G[..., self.prefix :].mean(-1) if attention is None else attention.gradient_mean(self.prefix)
+        return self.G[..., self.cells].mean(-1) if attention is None else attention.gradient_mean(self.cells)
 
     @property
     def positive_gradient(self) -> Tensor:

@@ -88,11 +88,11 @@ class FusedAttention:
         """The matrices [B,H,N,N] of an entry, written out."""
         return signed(entry, self.A * self.G if "AG" in entry else self.G if "G" in entry else self.A)
 
-    def gradient_mean(self, first: int) -> Tensor:
-        """The mean of G over the attended tokens from `first` on [B,H,N], without G."""
+    def gradient_mean(self, cells: slice) -> Tensor:
+        """The mean of G over these attended tokens [B,H,N], without G."""
         if self.dO is None:
             return torch.zeros_like(self.lse)
-        return self._unscaled((_wide(self.dO) @ _wide(self.v[:, :, first:]).mean(2)[..., None])[..., 0])
+        return self._unscaled((_wide(self.dO) @ _wide(self.v[:, :, cells]).mean(2)[..., None])[..., 0])
 
 
 def signed(entry: Entry, values: Tensor) -> Tensor:

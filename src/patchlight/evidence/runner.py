@@ -164,7 +164,14 @@ class Runner:
 
     def record(self, layer: int, x: Tensor) -> Record:
         """A new record of one block."""
-        record = Record(layer, x.detach(), self.vit.prefix, self.vit.depth, partial(self.vit.parts, layer))
+        record = Record(
+            layer,
+            x.detach(),
+            self.vit.prefix,
+            self.vit.depth,
+            partial(self.vit.parts, layer),
+            suffix=self.vit.suffix,
+        )
         if self.projected is not None:
             record.seen["p"] = self.projected
         return record
@@ -209,7 +216,7 @@ class Runner:
             x = self.leaf = x.detach().requires_grad_()
         elif self._graph(FEATURES):
             x.register_hook(self._hook(FEATURES))
-        record = self.records[FEATURES] = Record(FEATURES, x.detach(), self.vit.prefix)
+        record = self.records[FEATURES] = Record(FEATURES, x.detach(), self.vit.prefix, suffix=self.vit.suffix)
         for j in self.wants[FEATURES]:
             if not self.jobs[j].backward:
                 self.values[j][FEATURES] = self.jobs[j].of(record)

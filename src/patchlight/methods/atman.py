@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.core.layout import Layout
 from patchlight.core.registry import Settings
 from patchlight.core.targets import Outputs, log_probabilities, target_scores
 from patchlight.evidence.ablation import Count
@@ -54,13 +55,13 @@ class Suppressed:
         return Suppress(self.factors[part], self.offset)
 
 
-def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighbours: int | None) -> Tensor:
+def suppression(tokens: Tensor, layout: Layout, factor: float, kappa: float, neighbours: int | None) -> Tensor:
     """Factors [B,P,N]: row i is for patch i, whose column and those of similar patches are suppressed.
 
     With c = cos(e_i, e_k) of the tokens [B,N,D] at the transformer's input, a patch k with c >= kappa (at most
-    `neighbours`, the most similar first) gets (1 - factor) (1 - c) + factor; prefix tokens keep 1.
+    `neighbours`, the most similar first) gets (1 - factor) (1 - c) + factor; prefix and suffix tokens keep 1.
     """
-    unit = F.normalize(tokens[:, prefix:].double(), dim=-1)
+    unit = F.normalize(layout.of_cells(tokens).double(), dim=-1)
     cosine = unit @ unit.mT
     itself = torch.eye(cosine.shape[1], dtype=torch.bool, device=cosine.device)
     similar = (cosine >= kappa) & ~itself
@@ -69,7 +70,8 @@ def suppression(tokens: Tensor, prefix: int, factor: float, kappa: float, neighb
         best = others.topk(neighbours, -1).indices
         similar = similar & torch.zeros_like(similar).scatter(-1, best, True)
     scaled = torch.where(similar, (1 - factor) * (1 - cosine) + factor, 1.0).masked_fill(itself, factor)
-    return F.pad(scaled, (prefix, 0), value=1.0)
+    ones = scaled.new_ones(*scaled.shape[:2], tokens.shape[1])
+    return ones.index_copy(2, layout.place.to(scaled.device), scaled)
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
@@ -121,7 +123,7 @@ def atman(
     """
     vit, count = ask.vit, len(ask.images)
     with torch.no_grad(), vit.steady():
-        factors = suppression(vit.embed(ask.images), vit.prefix, factor, kappa, neighbours)
+        factors = suppression(vit.embed(ask.images), vit.layout, factor, kappa, neighbours)
     factors = torch.cat([torch.ones_like(factors[:, :1]), factors], 1)
     each = factors.shape[1]
     variants = Suppressed(owners(ask, each), factors.flatten(0, 1), offset)

@@ -100,8 +100,8 @@ class LayerMaps:
                 raise Unsupported(f"{self.vit.name} has no CLS token; readout 'pooling', 'patches' and 'tokens' work")
             row[:, 0] = 1
             return row
-        first = self.vit.prefix if readout == "patches" else 0
-        row[:, first:] = 1 / (row.shape[1] - first)
+        ends = (self.vit.prefix, row.shape[1] - self.vit.suffix) if readout == "patches" else (0, row.shape[1])
+        row[:, slice(*ends)] = 1 / (ends[1] - ends[0])
         return row
 
     def vector(self, layer: int, readout: str = "pooling") -> Tensor:

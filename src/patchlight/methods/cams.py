@@ -164,12 +164,12 @@ def feature_maps(ask: Ask, layer: Layer = NORM1) -> tuple[Tensor, Tensor]:
     reads = channel_reads({"layer": layer}, ask.vit)
     values, scores = ask.forward(reads)
     tokens = values[next(iter(reads))]
-    return tokens[:, ask.vit.prefix :].mT.contiguous().unflatten(-1, ask.vit.grid), scores
+    return ask.vit.layout.of_cells(tokens).mT.contiguous().unflatten(-1, ask.vit.grid), scores
 
 
 def counted(values: Tensor, b: Evidence, prefix: Prefix) -> Tensor:
     """The tokens in a channel's mean: patches, or all."""
-    return values if prefix == "include" else values[:, b.prefix :]
+    return values if prefix == "include" else values[:, b.cells]
 
 
 def principal(weighted: Tensor, b: Evidence) -> Tensor:
@@ -177,12 +177,12 @@ def principal(weighted: Tensor, b: Evidence) -> Tensor:
 
     The sign of an axis is arbitrary; it is chosen to agree with the unsmoothed map. Prefix tokens get 0.
     """
-    z = weighted[:, b.prefix :]
+    z = weighted[:, b.cells]
     z = z - z.mean(1, keepdim=True)
     axis = torch.linalg.svd(z, full_matrices=False).Vh[:, 0, :, None]
     scores = (z @ axis)[..., 0]
     opposed = (scores * z.sum(-1)).sum(1, keepdim=True) < 0
-    return F.pad(torch.where(opposed, -scores, scores), (b.prefix, 0))
+    return F.pad(torch.where(opposed, -scores, scores), (b.prefix, b.tokens - b.cells.stop))
 
 
 def apply_weights(a: Tensor, weights: Tensor, b: Evidence, eigen: Eigen) -> Tensor:
@@ -365,7 +365,7 @@ def layercam(
     cam = principal(g.relu() * a, b) if eigen else (g.relu() * a).sum(-1)
     if layer_norm == "none":
         return cam
-    scaled = cam / cam[:, b.prefix :].abs().amax(1, keepdim=True).clamp_min(torch.finfo(cam.dtype).tiny)
+    scaled = cam / cam[:, b.cells].abs().amax(1, keepdim=True).clamp_min(torch.finfo(cam.dtype).tiny)
     return scaled if layer_norm == "max" else torch.tanh(2 * scaled)
 
 

@@ -54,10 +54,10 @@ def _flat(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def spatial_weights(q: Tensor, k: Tensor, prefix: int) -> Tensor:
-    """cos(q_i, k_j) over the whole width [B,Q,N], min-max over the patches j; 0 where it is constant over them."""
+def spatial_weights(q: Tensor, k: Tensor, cells: slice) -> Tensor:
+    """cos(q_i, k_j) over the whole width [B,Q,N], min-max over the patches j in `cells`; 0 where constant."""
     cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
-    low, high = cosine[..., prefix:].aminmax(dim=-1, keepdim=True)
+    low, high = cosine[..., cells].aminmax(dim=-1, keepdim=True)
     return torch.where(high > low, (cosine - low) / (high - low), 0)
 
 
@@ -107,5 +107,5 @@ def grad_eclip(
     if cosine != "none":
         project = affine(b.parts.out) if cosine == "projected" else None
         q, k = (_flat(t) if project is None else project.to(t)(_flat(t)) for t in (b.q, b.k))
-        weighed = weighed * spatial_weights(q, k, b.prefix)
+        weighed = weighed * spatial_weights(q, k, b.cells)
     return weighed.mean(1) if b.only_read else weighed

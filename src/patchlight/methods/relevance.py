@@ -313,7 +313,7 @@ class Relevance:
         """Relevance of the image [B,C,H,W] from that of x_0."""
         with torch.no_grad():
             R, _ = add_rule(self.embedded, self.positions.expand_as(self.embedded), R.to(self.exact), self.rules)
-            return pixel_rule(self.images, self.ends.projection, R[:, self.vit.prefix :])
+            return pixel_rule(self.images, self.ends.projection, self.vit.layout.of_cells(R))
 
     def _all_rows(self, some: Tensor) -> Tensor:
         """[..., r, D] as [..., N, D], with zeros for the rows that are not read."""

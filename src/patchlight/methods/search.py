@@ -61,10 +61,12 @@ def guided_order(
     return torch.cat([*front, remaining, *reversed(back)], 1), valued
 
 
-def region_members(grid: tuple[int, int], side: int) -> Tensor:
-    """Which patches [n,N] belong to each square of `side` x `side` patches; squares at the border may be smaller."""
-    rows, columns = (torch.arange(length) // side for length in grid)
-    of = (rows[:, None] * (int(columns[-1]) + 1) + columns).flatten()
+def region_members(grid: tuple[int, ...], side: int) -> Tensor:
+    """Which patches [n,N] belong to each square (cube) of `side` patches; those at the border may be smaller."""
+    of = torch.zeros((), dtype=torch.long)
+    for places in (torch.arange(length) // side for length in grid):
+        of = of[..., None] * (int(places[-1]) + 1) + places
+    of = of.flatten()
     return of == torch.arange(int(of[-1]) + 1)[:, None]
 
 

@@ -10,9 +10,10 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.core.layout import Layout
 from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
-from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions
+from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions, seen_tokens
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.masking import owners
@@ -27,13 +28,11 @@ class PaddedSubsets(TokenSubsets):
     """
 
     size: Tensor
-    prefix: int
+    layout: Layout
     device: torch.device
 
     def around(self, part: slice) -> Unseen:
-        keep = self.keep[part]
-        seen = torch.arange(-self.prefix, keep.shape[1]) < self.size[part][:, None]
-        return Unseen(seen.to(self.device))
+        return Unseen(seen_tokens(self.layout, self.keep.shape[1], self.size[part]).to(self.device))
 
 
 def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
@@ -52,7 +51,7 @@ def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
         rows = (length == longest).nonzero()[:, 0]
         owner, keep = owners(ask, len(rows)), members[rows, :longest].repeat(count, 1)
         same = bool((size[rows] == longest).all())
-        padded = PaddedSubsets(owner, keep, size[rows].repeat(count), ask.vit.prefix, ask.images.device)
+        padded = PaddedSubsets(owner, keep, size[rows].repeat(count), ask.vit.layout, ask.images.device)
         lists.append(TokenSubsets(owner, keep) if same else padded)
         places.append(rows)
     parts = ask.score_variants(lists).split([len(some.owner) for some in lists])
@@ -82,13 +81,13 @@ def _why_not_drop(vit: Anatomy) -> str | None:
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if vit.grid == (1, 1):
+    if vit.cells == 1:
         return f"{vit.name} has one patch, so there is nothing to share the score among"
     return _why_not_drop(vit) if settings["unit"] == "token" else None
 
 
 def _advice(settings: Settings, vit: Anatomy) -> str | None:
-    players = vit.grid[0] * vit.grid[1]
+    players = vit.cells
     if settings["samples"] >= players:
         return None
     return f"{settings['samples']} coalitions are too few for {players} patches; use at least samples={10 * players}"
@@ -128,7 +127,7 @@ def kernel_shap(
             reads prefix tokens alone.
     """
     grid = ask.vit.grid
-    z = draw_coalitions(samples, grid[0] * grid[1], ask.generator())
+    z = draw_coalitions(samples, ask.vit.cells, ask.generator())
     ends = torch.stack([torch.zeros_like(z[0]), torch.ones_like(z[0])])
     removes = unit == "token" or (unit == "auto" and _why_not_drop(ask.vit) is None)
 

@@ -32,7 +32,7 @@ def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
     """
     vit = ask.vit
     values, _ = ask.forward(block_outputs(vit))
-    points = torch.cat([values["y", layer][:, vit.prefix :].float().mT for layer in range(vit.depth)], 1)
+    points = torch.cat([vit.layout.of_cells(values["y", layer]).float().mT for layer in range(vit.depth)], 1)
     if standardise:
         points = points - points.mean(-1, keepdim=True)
         points = points / points.std(-1, correction=0, keepdim=True).clamp_min(1e-6)

@@ -48,7 +48,7 @@ def _corners(patches: int, pixels: int) -> Tensor:
     return (torch.cat([ends, turns]) | torch.cat([turns, ends])).nonzero()[:, 0]
 
 
-def scaled(maps: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def scaled(maps: Tensor, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Maps [...,h,w] scaled so that they range from 0 to 1 once upsampled to `size`; and their range [...].
 
     Upsampling keeps constants, so the minimum and range of the pixel map can be applied at patch resolution. A constant
@@ -63,7 +63,7 @@ def scaled(maps: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return torch.where(constant[..., None, None], 0, result), torch.where(constant, 0, span)
 
 
-def cosine_distances(masks: Tensor, size: tuple[int, int]) -> Tensor:
+def cosine_distances(masks: Tensor, size: tuple[int, ...]) -> Tensor:
     """1 - cos of the upsampled masks [...,D,D], from masks [...,D,h,w]: <U m_i, U m_j> = m_i^T (U^T U) m_j."""
     grams = [(u.T @ u).to(masks) for u in (axis_matrix(p, s) for p, s in zip(masks.shape[-2:], size, strict=True))]
     gram = masks.flatten(-2) @ (grams[0] @ masks @ grams[1]).flatten(-2).mT
@@ -196,13 +196,13 @@ def causal_scores(
     return masked - noisy + clean[owner.to(clean.device)]
 
 
-def upsampled(masks: Tensor, images: Tensor, extent: tuple[int, int] | None = None) -> Masks:
+def upsampled(masks: Tensor, images: Tensor, extent: tuple[int, ...] | None = None) -> Masks:
     """Masks [K,h,w] at the images' size."""
     masks, size = masks.to(images), images.shape[-2:]
     return lambda index: to_pixels(masks[index, None], size, extent).clamp(0, 1)
 
 
-def saliency(scores: Tensor, masks: Tensor, size: tuple[int, int], corrected: bool = True) -> Tensor:
+def saliency(scores: Tensor, masks: Tensor, size: tuple[int, ...], corrected: bool = True) -> Tensor:
     """W(x) = sum_i s_i M_i(x) / sum_i M_i(x) [T,H,W] of scores [K,T] and masks [K,h,w], 0 where nothing covers x.
 
     Not `corrected` for coverage: S(x) = sum_i s_i M_i(x). Sums are computed before upsampling, which is linear.
@@ -325,7 +325,7 @@ def vit_cx(
     return replace(in_rounds(ask, samples, tolerance, score, estimate, first=1), facts={"masks": counts.cpu()})
 
 
-def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, int], rescale: bool = True) -> Tensor:
+def cluster_masks(masks: Tensor, labels: Tensor, size: tuple[int, ...], rescale: bool = True) -> Tensor:
     """One mask per cluster [K,h,w], images one after another: the stretched sum of its members, or their mean.
 
     `labels` [B,D] are the cluster numbers of masks [B,D,h,w] in each image, -1 for none.

@@ -106,7 +106,7 @@ def stages(vit: Anatomy) -> list[Stage]:
     """
     named = {name.replace(".function.", "."): p for name, p in vit.net.named_parameters() if p.is_floating_point()}
     blocks = [{id(p) for m in vit.members(i) for p in m.parameters()} for i in range(vit.depth)]
-    image = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
+    image = torch.zeros(1, *vit.input_shape, device=vit.device, dtype=vit.dtype)
     with torch.enable_grad():
         vit.net.requires_grad_(True)
         last = vit.run(vit.embed(image))

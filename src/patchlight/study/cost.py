@@ -25,7 +25,7 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
     """About how many forward passes one map costs."""
     base, settings = request.name.split(".")[0], request.settings
     samples = float(settings.get("samples", settings.get("steps", 1)))
-    patches = 196 if vit is None else vit.grid[0] * vit.grid[1]
+    patches = 196 if vit is None else vit.cells
     known = {
         **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
         **dict.fromkeys(("rise", "lime", "hsic"), samples),
@@ -74,7 +74,7 @@ def warn_if_long(vit: Anatomy, count: int, requests: Sequence[Request], metrics:
     """Warn if explaining and measuring `count` images will take more than a minute."""
     if count * comparison_seconds(vit, requests, metrics, 1.0) < 20:  # forward passes: not worth timing one
         return
-    blank = vit.place(torch.zeros(1, vit.channels, *vit.preprocess.size))
+    blank = vit.place(torch.zeros(1, *vit.input_shape))
     seconds = count * comparison_seconds(vit, requests, metrics, forward_seconds(vit, blank, 0.5))
     if seconds > LONG:
         what = f"{plural(len(requests), 'method')} by {plural(len(metrics), 'metric')} on {plural(count, 'image')}"

@@ -235,7 +235,7 @@ class Trial:
     @property
     def removed(self) -> Tensor:
         """How many patches are removed at each step [P], from none to all."""
-        return thresholds(self.vit.grid[0] * self.vit.grid[1], self.steps, first=True)
+        return thresholds(self.vit.cells, self.steps, first=True)
 
     @property
     def score(self) -> MeasuredScore:

@@ -35,17 +35,16 @@ def ablate(service: ModelService, request: schemas.AblateRequest) -> schemas.Abl
     """The predictions for variants of the image, each with some patches hidden."""
     question = service.resolve_question(request)
     vit, image = question.vit, question.image.tensor
-    rows, columns = vit.grid
-    shown = torch.ones(len(request.removed), rows * columns)
+    shown = torch.ones(len(request.removed), vit.cells)
     for v, patches in enumerate(request.removed):
-        if patches and max(patches) >= rows * columns:
-            raise PatchlightError(f"Patch {max(patches)} does not exist; patches are 0 to {rows * columns - 1}.")
+        if patches and max(patches) >= vit.cells:
+            raise PatchlightError(f"Patch {max(patches)} does not exist; patches are 0 to {vit.cells - 1}.")
         shown[v, patches] = 0
     ablation = Ablation(vit, image, service.chunk, fine=True)
     if request.unit == "patch":
         owner = torch.zeros(len(shown), dtype=torch.long)
         fill = fill_images(request.fill, image, vit)
-        logits = ablation.logits(PixelMasks(owner, shown.view(-1, rows, columns), fill))
+        logits = ablation.logits(PixelMasks(owner, shown.view(-1, *vit.grid), fill))
     else:
         check_tokens(vit, left=int(shown.sum(1).min()))
         logits = ablation.logits([TokenSubsets(torch.zeros(1, dtype=torch.long), row.nonzero().T) for row in shown])
@@ -231,7 +230,7 @@ def _attention(question: ResolvedQuestion, class_token: bool) -> tuple[list[list
 
     def row(evidence: Evidence) -> Tensor:
         heads = evidence.A.mean(1)
-        return heads[:, 0] if class_token else heads[:, vit.prefix :].mean(1)
+        return heads[:, 0] if class_token else heads[:, evidence.cells].mean(1)
 
     job = LayerJob(row, frozenset("A"), tuple(range(vit.depth)), "attention")
     seen = run_pass(vit, question.image.tensor, question.targets, jobs=[job])

@@ -165,7 +165,7 @@ class ModelService:
 
     def _warm(self) -> None:
         """Do now what the first visitor would wait for: list the methods and run a pass."""
-        image = torch.zeros(1, self.vit.channels, *self.vit.preprocess.size)
+        image = torch.zeros(1, *self.vit.input_shape)
         with contextlib.suppress(PatchlightError), collect_warnings():
             explain(self.vit, image, [r for r in map(resolve, self.first_methods) if is_quick(r)], progress=False)
 
@@ -198,7 +198,7 @@ class ModelService:
         vit = self.vit
         if vit.device.type == "cuda":
             return None
-        image = torch.zeros(1, vit.channels, *vit.preprocess.size)
+        image = torch.zeros(1, *vit.input_shape)
         vit.logits(image)
         seconds = min(timeit.repeat(lambda: vit.logits(image), number=1, repeat=3))
         return int(max(1, min(64, CHUNK / seconds)))

@@ -42,13 +42,13 @@ def channel_masks(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, float]:
     return masks[spans > 0], float(clean[0, 0])
 
 
-def similarities(masks: Tensor, size: tuple[int, int]) -> Tensor:
+def similarities(masks: Tensor, size: tuple[int, ...]) -> Tensor:
     """Sim(i, j) of all D (D - 1) / 2 pairs of masks [D,h,w], upsampled to `size`."""
     first, second = torch.triu_indices(len(masks), len(masks), 1)
     return 1 - cosine_distances(masks, size)[first, second]
 
 
-def clustered(channels: Tensor, size: tuple[int, int], distance: float = DISTANCE) -> Tensor:
+def clustered(channels: Tensor, size: tuple[int, ...], distance: float = DISTANCE) -> Tensor:
     """The masks [K,h,w] of ViT-CX: channels [D,h,w], clustered up to `distance`."""
     return cluster_masks(channels[None], clusters(cosine_distances(channels, size)[None], distance), size)
 

@@ -138,7 +138,7 @@ def _attention_maps(drawing: Drawing, ask: Ask, count: int) -> dict[str, Tensor]
         return {}
     layers = tuple(range(vit.depth - 1, max(-1, vit.depth - 1 - -(-count // vit.heads)), -1))
     rows = slice(0, 1) if vit.prefix else slice(None)
-    seen = ask.run([LayerJob(lambda b: b.A[0, :, rows, b.prefix :].mean(1), frozenset({"A"}), layers)])
+    seen = ask.run([LayerJob(lambda b: b.A[0, :, rows, b.cells].mean(1), frozenset({"A"}), layers)])
     maps = {
         f"block {layer}, head {head}": one.unflatten(0, vit.grid)
         for layer in layers

@@ -81,7 +81,7 @@ def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float 
             needs = " and ".join(sorted(needing.metric.needs))
             raise PatchlightError(f"'{needing.label}' needs {needs}; `recommend` uses other metrics, such as srg")
         return Panel({r.label: r.suited(vit) for r in requests}, (requests[0].label,), agreement=False)
-    cells = vit.grid[0] * vit.grid[1]
+    cells = vit.cells
     preferred = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
     steps = next((s for s in preferred if cells % s == 0), min(preferred[0], cells))
     named: dict[str, Spec] = {

@@ -146,7 +146,7 @@ def observe(vit: Anatomy, images: Tensor) -> Seen:
         logits = vit.readout(states[-1])
     wide = torch.promote_types(vit.dtype, torch.float32)
     h0 = projected[0].to(wide).contiguous()
-    return Seen(h0, [h0, *(s[:, vit.prefix :].to(wide) for s in states)], logits.to(wide))
+    return Seen(h0, [h0, *(vit.layout.of_cells(s).to(wide) for s in states)], logits.to(wide))
 
 
 def masked_logits(vit: Anatomy, images: Tensor, patches: Tensor) -> Tensor:

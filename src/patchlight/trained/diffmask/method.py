@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.registry import Settings
@@ -51,7 +50,7 @@ def _product(
     first = 0 if aggregated else last
     found = torch.stack([one for _, some in blocks for one in some][first : last + 1])
     u = found if _in_pass(h0) else gates.locations(h0, found, first)
-    return F.pad(aggregate(u, map, gates.alpha), (maps.vit.prefix, 0))
+    return maps.vit.layout.of_tokens(aggregate(u, map, gates.alpha))
 
 
 @layer_map(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.fingerprints import stamp
+from patchlight.core.layout import Layout
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
 from patchlight.trained.explainer import Explainer
 from patchlight.zoo.pocket import HERE
@@ -170,12 +171,12 @@ class Values(nn.Module):
 
     def forward(self, model: Copy, images: Tensor) -> Tensor:
         backbone = model.with_change(self.change)
-        return self.read(read_tokens(backbone, images), backbone.prefix)
+        return self.read(read_tokens(backbone, images), backbone.layout)
 
-    def read(self, tokens: Tensor, prefix: int) -> Tensor:
-        """The same from the backbone's last tokens, of which the first `prefix` are prefix tokens."""
+    def read(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """The same from the backbone's last tokens."""
         x = self.block(self.norm(tokens))
-        phi: Tensor = self.mlp(x[:, prefix:]).tanh()
+        phi: Tensor = self.mlp(layout.of_cells(x)).tanh()
         return phi
 
 
@@ -209,14 +210,14 @@ class Joined:
         same = self.surrogate is self.backbone
         logits = self.backbone.readout(tokens) if same else read_logits(self.surrogate, images)
         total = self.surrogate.probabilities(logits.to(self.empty)) - self.empty
-        return normalised(self.values.read(tokens, self.backbone.prefix).to(self.empty), total)
+        return normalised(self.values.read(tokens, self.backbone.layout).to(self.empty), total)
 
 
 @torch.no_grad()
 def no_patches(vit: Anatomy) -> Tensor:
     """v(empty) [C], which does not depend on the image."""
-    blank = torch.zeros(1, vit.channels, *vit.preprocess.size, device=vit.device, dtype=vit.dtype)
-    none = torch.zeros(1, 1, vit.grid[0] * vit.grid[1], device=vit.device, dtype=torch.bool)
+    blank = torch.zeros(1, *vit.input_shape, device=vit.device, dtype=vit.dtype)
+    none = torch.zeros(1, 1, vit.cells, device=vit.device, dtype=torch.bool)
     return vit.probabilities(coalition_logits(vit, blank, none, 1)[0, 0])
 
 

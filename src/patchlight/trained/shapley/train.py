@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +158,7 @@ class SurrogateLearner(CopyLearner[SurrogateProgress]):
     def step(self, batch: Any, index: int) -> Tensor:
         vit, s = self.vit, self.settings
         images = vit.place(images_and_labels(batch)[0])
-        z = draw_uniform(len(images), math.prod(vit.grid), _generator(vit, s, index, self.devices.rank))
+        z = draw_uniform(len(images), vit.cells, _generator(vit, s, index, self.devices.rank))
         with casting(vit, s.precision, trains=True):
             with torch.no_grad():
                 clean = read_logits(vit, images).float()
@@ -212,7 +211,7 @@ class ValueLearner(CopyLearner[ShapleyProgress]):
         vit, s = self.vit, self.settings
         images = vit.place(images_and_labels(batch)[0])
         generator = _generator(vit, s, index, self.devices.rank)
-        z = draw_pairs(len(images), s.masks, math.prod(vit.grid), s.coalitions, generator)
+        z = draw_pairs(len(images), s.masks, vit.cells, s.coalitions, generator)
         with casting(vit, s.precision, trains=True):
             with torch.no_grad():
                 total = self._worth(read_logits(vit, images)) - self.empty
@@ -246,7 +245,7 @@ def _same(first: Change, other: Change) -> dict[str, Tensor]:
 def _blank(vit: Anatomy) -> Tensor:
     """One image of noise, to find the weights that an output depends on."""
     generator = torch.Generator().manual_seed(0)
-    return vit.place(torch.randn(1, vit.channels, *vit.preprocess.size, generator=generator))
+    return vit.place(torch.randn(1, *vit.input_shape, generator=generator))
 
 
 def draw_pairs(count: int, masks: int, players: int, kind: Coalitions, generator: torch.Generator) -> Tensor:

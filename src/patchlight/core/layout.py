@@ -1,0 +1,160 @@
+"""How tokens stand in the sequence of a model (`Layout`), and which part of the input each cell covers (`Geometry`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from patchlight.core.errors import PatchlightError
+
+IMAGE_AXES = ("row", "column")
+"""The axes of an image."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tokens stand in a sequence: prefix tokens, the cells of a grid, suffix tokens.
+
+    Args:
+        grid: Cells along each axis: (rows, columns) of an image, (frames, rows, columns) of a video.
+        prefix: Tokens before the cells: CLS, DIST, registers.
+        suffix: Tokens after the cells, such as detection tokens.
+        axes: The name of each axis of the grid: "row", "column", "time", "depth", "frequency".
+        order: The place of cell i, counted in C order, among the grid tokens; None: the cells stand in C order.
+
+    Example:
+        >>> Layout((2, 3), prefix=1).count
+        7
+    """
+
+    grid: tuple[int, ...]
+    prefix: int = 0
+    suffix: int = 0
+    axes: tuple[str, ...] = IMAGE_AXES
+    order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        grid = tuple(int(side) for side in self.grid)
+        order = None if self.order is None else tuple(int(place) for place in self.order)
+        object.__setattr__(self, "grid", grid)
+        object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "order", None if order == tuple(range(math.prod(grid))) else order)
+        if len(self.axes) != len(grid) or len(set(self.axes)) != len(grid):
+            raise PatchlightError(
+                f"the grid {grid} has {len(grid)} axes and {self.axes} names {len(self.axes)}; name each once, for "
+                "example axes=('time', 'row', 'column')"
+            )
+        if order is not None and sorted(order) != list(range(self.cells)):
+            raise PatchlightError(f"order must hold each of the places 0 to {self.cells - 1} once")
+
+    @property
+    def cells(self) -> int:
+        """Number of cells of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def count(self) -> int:
+        """N: number of tokens."""
+        return self.prefix + self.cells + self.suffix
+
+    @cached_property
+    def place(self) -> Tensor:
+        """The index [cells] of each cell, in C order, among all tokens."""
+        cells = torch.arange(self.cells) if self.order is None else torch.tensor(self.order)
+        return cells + self.prefix
+
+    def of_cells(self, tokens: Tensor, dim: int = 1) -> Tensor:
+        """The values of the cells, in C order, of tokens [B,N,...]: without prefix and suffix."""
+        if self.order is None:
+            return tokens.narrow(dim, self.prefix, tokens.shape[dim] - self.prefix - self.suffix)
+        return tokens.index_select(dim, self.place.to(tokens.device))
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Values [B,N] of all tokens from those of the cells [B,cells]: 0 at prefix and suffix."""
+        out = values.new_zeros(len(values), self.count)
+        return out.index_copy(1, self.place.to(values.device), values)
+
+    def places(self, keep: Tensor) -> Tensor:
+        """Indices [V,p+k+s] of the prefix tokens, of the cells at `keep` [V,k] and of the suffix among all tokens."""
+        prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
+        cells = keep + self.prefix if self.order is None else self.place.to(keep.device)[keep]
+        if not self.suffix:
+            return torch.cat([prefix, cells], 1)
+        suffix = torch.arange(self.count - self.suffix, self.count, device=keep.device).expand(len(keep), -1)
+        return torch.cat([prefix, cells, suffix], 1)
+
+    def axis(self, name: str) -> int:
+        """The number of an axis."""
+        if name not in self.axes:
+            raise PatchlightError(f"there is no axis '{name}'; the axes are {', '.join(self.axes)}")
+        return self.axes.index(name)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which part of the input each cell of a grid covers: cell i of an axis covers begin + i step to that plus cell.
+
+    Args:
+        size: Length of the input along each axis of the grid.
+        step: Distance between neighbouring cells; less than `cell` where they overlap.
+        cell: Length of a cell.
+        begin: Where the first cell begins.
+        unit: The unit of each axis: "px", "frame", "s", "Hz", "mm".
+        dims: The dimension of one input (without the batch) that each axis is; None: the last ones, in order.
+
+    Example:
+        >>> Geometry.even((14, 14), (230, 230), (224, 224)).extent((14, 14))
+        (224, 224)
+    """
+
+    size: tuple[int, ...]
+    step: tuple[float, ...]
+    cell: tuple[float, ...]
+    begin: tuple[float, ...]
+    unit: tuple[str, ...] = ("px", "px")
+    dims: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        parts = (self.size, self.step, self.cell, self.begin, self.unit, self.size if self.dims is None else self.dims)
+        if len({len(part) for part in parts}) != 1:
+            raise PatchlightError("size, step, cell, begin, unit and dims of a geometry need one value per axis")
+
+    @staticmethod
+    def even(
+        grid: Sequence[int],
+        size: Sequence[int],
+        extent: Sequence[int] | None = None,
+        unit: Sequence[str] | None = None,
+        dims: Sequence[int] | None = None,
+    ) -> Geometry:
+        """Cells side by side that share `extent` (None: `size`) evenly."""
+        step = tuple(side / cells for side, cells in zip(extent or size, grid, strict=True))
+        names = ("px",) * len(step) if unit is None else tuple(unit)
+        return Geometry(tuple(size), step, step, (0.0,) * len(step), names, None if dims is None else tuple(dims))
+
+    def extent(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """The length of the input that a grid covers along each axis, from 0: begin + step (n - 1) + cell."""
+        ends = zip(self.begin, self.step, self.cell, grid, strict=True)
+        return tuple(round(begin + step * (n - 1) + cell) for begin, step, cell, n in ends)
+
+    def channels_first(self, images: Tensor) -> Tensor:
+        """Inputs [B,...] of the model as [B,C,*size], with the axes of the grid in order."""
+        if self.dims is None:
+            return images
+        dims = [dim + 1 for dim in self.dims]
+        channel = [dim for dim in range(1, images.ndim) if dim not in dims]
+        return images.permute(0, *channel, *dims) if channel else images.permute(0, *dims)[:, None]
+
+    def as_input(self, images: Tensor, channel: bool = True) -> Tensor:
+        """The inverse of `channels_first`; `channel`: whether inputs have a dimension of channels."""
+        if self.dims is None:
+            return images
+        if not channel:
+            return images[:, 0].permute(0, *(1 + torch.tensor(self.dims).argsort()).tolist())
+        first = next(dim for dim in range(len(self.dims) + 1) if dim not in self.dims)
+        return images.permute(0, *(1 + torch.tensor([first, *self.dims]).argsort()).tolist())
