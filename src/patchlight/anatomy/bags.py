@@ -24,6 +24,7 @@ from patchlight.anatomy.watching import AttentionTap, current_tap
 from patchlight.anatomy.windows import Windows
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.images import Preprocess
+from patchlight.core.layout import Geometry
 
 PROBED = 17
 """Tiles of the bag that a head is checked with."""
@@ -186,8 +187,9 @@ class BagAnatomy(DescribedAnatomy):
             return self
         other = copy.copy(self)
         other.running = self.running
-        other.grid = other.extent = (tiles, 1)
-        other.preprocess = replace(self.preprocess, size=(tiles, 1))
+        grid = (tiles, 1)
+        other.layout, other.geometry = replace(self.layout, grid=grid), Geometry.even(grid, grid)
+        other.preprocess, other.input_shape = replace(self.preprocess, size=grid), (self.channels, *grid)
         other.bare = None if self.bare is None else self.bare.sized(tiles)
         return other
 
