@@ -157,7 +157,7 @@ def test_classes_are_searched_by_themselves() -> None:
 
 def test_bad_priors_are_refused() -> None:
     vit = shared("vit")
-    with pytest.raises(pl.PatchlightError, match="cannot be its own prior"):
+    with pytest.raises(pl.PatchlightError, match="cannot be its prior"):
         pl.explain(vit, images(vit, 1), {"search": {"prior": "search"}})
     with pytest.raises(pl.PatchlightError, match="none"):
         pl.explain(vit, images(vit, 1), {"search": {"prior": "none"}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -26,17 +27,22 @@ def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:
     return to_pixels(index, size, vit.extent, "nearest")[0, 0].long()
 
 
+def picture(image: Tensor, vit: Anatomy) -> np.ndarray:
+    """A normalised image [3,H,W] in its original colours, from 0 to 1: [H,W,3]."""
+    if len(image) != 3:
+        raise PatchlightError(f"superpixels need colours, but this model reads {len(image)} channels; use patches")
+    mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))
+    colours: np.ndarray = (image.double().cpu() * std + mean).clamp(0, 1).movedim(0, -1).numpy()
+    return colours
+
+
 def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
     """Quickshift segments [H,W] of one normalised image [3,H,W], in its original colours: labels from 0."""
     try:
         from skimage.segmentation import quickshift
     except ImportError:
         raise missing_extra("the superpixels of 'lime' need", "scikit-image", "lime", "use unit='patch'") from None
-    if len(image) != 3:
-        raise PatchlightError(f"superpixels need colours, but this model reads {len(image)} channels; use unit='patch'")
-    mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))
-    picture = (image.double().cpu() * std + mean).clamp(0, 1).movedim(0, -1).numpy()
-    labels: Tensor = torch.from_numpy(quickshift(picture, kernel_size=4, max_dist=200, ratio=0.2)).long()
+    labels: Tensor = torch.from_numpy(quickshift(picture(image, vit), kernel_size=4, max_dist=200, ratio=0.2)).long()
     return labels
 
 

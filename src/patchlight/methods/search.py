@@ -24,7 +24,12 @@ SetFunction = Callable[[Tensor], Tensor]
 
 
 def guided_order(
-    value: SetFunction, prior: Tensor, width: int, two_ended: bool = False, budget: int | None = None
+    value: SetFunction,
+    prior: Tensor,
+    width: int,
+    two_ended: bool = False,
+    budget: int | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> tuple[Tensor, int]:
     """Regions in the order of a greedy search, and how many sets were valued for each row.
 
@@ -38,6 +43,7 @@ def guided_order(
         two_ended: After each step, also place one region at the other end of the order: of the `width` lowest by the
             prior, the one that is worth least together with those already placed there (Chen et al., LiMA, 2025).
         budget: Most sets to value for each row; None: no limit.
+        stop: Whether to end before the next step, as if the budget were spent.
     """
     remaining = prior.argsort(dim=1, descending=True, stable=True)
     shown = torch.zeros_like(prior, dtype=torch.bool)
@@ -55,6 +61,8 @@ def guided_order(
         return best
 
     while remaining.shape[1] > 1 and (budget is None or valued + min(width, remaining.shape[1]) <= budget):
+        if stop is not None and stop():
+            break
         front.append(place(remaining[:, :width], shown, 1))
         if two_ended and remaining.shape[1] > width and (budget is None or valued + width <= budget):
             back.append(place(remaining[:, -width:].flip(1), last, -1))
@@ -104,16 +112,21 @@ def _set_function(ask: Ask, members: Tensor, objective: Objective, removes: bool
     return value
 
 
-def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if settings["unit"] == "token" and vit.can_drop is not None:
-        return f"{vit.can_drop}; unit='patch' works"
-    if settings["prior"].split(".")[0] == "search":
-        return "it cannot be its own prior; give another method, such as 'posterior'"
+def refuse_prior(settings: Settings, vit: Anatomy) -> str | None:
+    """Why the method `prior` cannot guide a search on a model."""
+    if settings["prior"].split(".")[0] in ("search", "mda"):
+        return "'search' and 'mda' cannot be its prior; give another method, such as 'posterior'"
     reason = refusal(resolve(settings["prior"]).suited(vit), vit)
     return None if reason is None else f"its prior '{settings['prior']}' does not work here: {reason}"
 
 
-def _depends(settings: Settings) -> object:
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if settings["unit"] == "token" and vit.can_drop is not None:
+        return f"{vit.can_drop}; unit='patch' works"
+    return refuse_prior(settings, vit)
+
+
+def prior_dependence(settings: Settings) -> object:
     """What the prior's map depends on besides its settings."""
     request = resolve(settings["prior"])
     return None if request.method.depends is None else request.method.depends(request.settings)
@@ -128,7 +141,7 @@ def _depends(settings: Settings) -> object:
     cost="the prior (posterior), and 2 candidates (8) forwards for each patch, of half the tokens on average",
     quick={"candidates": 2, "prior": "random", "budget": 24},
     refuses=_refuses,
-    depends=_depends,
+    depends=prior_dependence,
 )
 def search(
     ask: Ask,
