@@ -196,6 +196,45 @@ def test_a_head_that_lays_tiles_out_as_a_square_refuses_removal() -> None:
     assert scores(vit, bag, "occlusion", unit="patch", level="token").isfinite().all()
 
 
+@pytest.mark.parametrize("mode", ["mean", "max", "att", "att_trans"])
+def test_heads_of_monai(mode: str) -> None:
+    from monai.networks.nets.milmodel import MILModel
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options: dict[str, Any] = {"backbone": nn.Identity(), "backbone_num_features": E, "trans_blocks": 2}
+            self.mil = MILModel(3, mil_mode=mode, pretrained=False, **options)
+
+        def forward(self, h: Tensor) -> Tensor:
+            return self.mil.calc_head(h)
+
+    model, bag = head(Head), a_bag()
+    vit = pl.wrap(model, bag=E)
+    assert (vit.attention is None) == (mode == "att")
+    leaf = bag.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(leaf[None])[0, 1], leaf)
+    torch.testing.assert_close(scores(vit, bag, "ixg", 1), (bag * gradient).sum(-1), atol=1e-6, rtol=1e-5)
+    loss = scores(vit, bag, "occlusion", 1, preset="leave-one-out", score="logit")
+    each = torch.stack([model(torch.cat([bag[:i], bag[i + 1 :]])[None])[0, 1] for i in range(len(bag))])
+    torch.testing.assert_close(loss, model(bag[None])[0, 1] - each, atol=1e-6, rtol=1e-5)
+
+
+def test_the_gradient_of_a_tile_is_a_question_about_its_encoder() -> None:
+    """The chain: s' = <ds/dh_i, f(tile)> is a linear head on the encoder, whose value at the tile is the tile's IxG."""
+    encoder = pl.load("pocket")
+    tiles = torch.randn(6, 3, *encoder.preprocess.size, generator=torch.Generator().manual_seed(0))
+    features = encoder.features_of(tiles)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(features.shape[1], 4), nn.Tanh())
+    leaf = features.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(leaf).mean(0)[1], leaf)
+    inside = pl.wrap(encoder, head=pl.heads.Linear(gradient[2:3], regression=True))
+    expected = (gradient[2] * features[2]).sum()
+    torch.testing.assert_close(inside.logits(inside.batch(tiles[2:3]))[0, 0], expected, atol=1e-5, rtol=1e-4)
+    assert pl.explain(inside, tiles[2:3], "ixg.libra").scores.isfinite().all()
+
+
 def test_blocks_can_be_described() -> None:
     model, bag = head(Transformer), a_bag()
     whole = pl.wrap(model, bag=E)
@@ -257,6 +296,11 @@ def test_what_needs_neighbouring_pixels_is_refused() -> None:
     for method in ("rise", "hsic", "dave"):
         with pytest.raises(Unsupported, match="the tiles of a bag have none"):
             pl.explain(vit, bag, method)
+    with pytest.raises(Unsupported, match="for tiles use 'channel-mean'"):
+        pl.explain(vit, bag, "pami")
+    for row in pl.list_methods(vit):
+        if row.supported:
+            assert scores(vit, bag, row.name, **({"samples": 48} if "samples" in row.settings else {})).shape == (12,)
     assert scores(vit, bag, "rise", unit="token", level="token", samples=64).isfinite().all()
     for fill in ("blur-rise", "road"):
         with pytest.raises(Unsupported, match="for tiles use 'channel-mean'"):

@@ -301,7 +301,10 @@ _COMPILED: WeakKeyDictionary[Anatomy, dict[Forward, Forward]] = WeakKeyDictionar
 
 
 def free_chunk(vit: Anatomy) -> int:
-    """Variants at once: a quarter of an accelerator's free memory at about 24 token tensors each; 64 on a CPU."""
+    """Variants at once: a quarter of an accelerator's free memory at about 24 token tensors each.
+
+    On a CPU 64, or fewer if their tokens would take more than 1 GB, as those of large bags.
+    """
     if vit.device.type != "cuda":
-        return 64
+        return max(1, min(64, 2**28 // (vit.tokens * max(vit.width, 1))))
     return int(max(1, min(1024, 0.25 * free_memory(vit.device) / (24 * 4 * vit.tokens * vit.width))))

@@ -92,8 +92,9 @@ def fill_images(
         seed: Seed of `noise` and `road`; every image gets the same noise.
         noise: Range of `noise`.
     """
-    if vit.unordered and fill in ("blur-rise", "blur-tis", "road"):
-        raise Unsupported(f"fill='{fill}' is for images; for tiles use 'channel-mean' (the mean tile) or 'zero'")
+    refused = no_fill(fill, vit)
+    if refused is not None:
+        raise Unsupported(refused)
     if fill == "road":
         generator = torch.Generator(images.device).manual_seed(seed)
         drawn = torch.randn(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
@@ -116,6 +117,13 @@ def fill_images(
     if fill in ("blur-rise", "blur-tis"):
         return _blurred(images, fill)
     raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {', '.join(FILLS)}")
+
+
+def no_fill(fill: object, vit: Anatomy) -> str | None:
+    """Why a fill cannot be used on a model's input; None if it can."""
+    if vit.unordered and fill in ("blur-rise", "blur-tis", "road"):
+        return f"fill='{fill}' is for images; for tiles use 'channel-mean' (the mean tile) or 'zero'"
+    return None
 
 
 def describe_fill(fill: Fill) -> str:

@@ -13,6 +13,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported, nearest
 from patchlight.core.registry import Settings, TableList, resolve_settings
 from patchlight.core.targets import SCORES, Score, ScoreName, Targets
+from patchlight.evidence.fills import no_fill
 from patchlight.evidence.precision import HALF, Decided, chosen
 from patchlight.evidence.record import ATTENTION, BACKWARD
 from patchlight.evidence.rules import PLAIN, RULES, Rule
@@ -268,7 +269,10 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
     read = isinstance(method, LayerMap) and method.matrix
     if vit.pools_only and needs & (ATTENTION - {"A"} if read else ATTENTION):
         return f"{vit.name} attends only where it pools tiles, not from tile to tile"
-    hidden = unavailable(needs, vit)
+    settings = request.settings
+    hidden = unavailable(needs, vit) or (
+        None if settings.get("unit") == "token" else no_fill(settings.get("fill"), vit)
+    )
     if hidden is not None:
         return hidden
     return method.refuses(request.settings, vit) if method.refuses is not None else None
