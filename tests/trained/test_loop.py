@@ -124,7 +124,7 @@ def test_what_lies_there_of_another_run_is_refused_or_replaced(tmp_path: Path) -
     assert same(other, teach(settings(rate=0.5))[0])
     assert len(rows(tmp_path)) == 7
     (tmp_path / "checkpoint.safetensors").write_bytes(b"cut")
-    with pytest.raises(PatchlightError, match="is damaged; remove it"):
+    with pytest.raises(PatchlightError, match="is damaged, or of an earlier version; remove it"):
         teach(settings(), tmp_path)
 
 

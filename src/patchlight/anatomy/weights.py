@@ -66,9 +66,9 @@ def _read_table(text: str, path: Path) -> list[str]:
 def _by_index(pairs: Sequence[tuple[Any, str]], source: Path | str) -> list[str]:
     """Names in the order of their indices, which must be 0 to n-1, each once."""
     where = f"'{source}'" if isinstance(source, Path) else source
-    wrong = next((i for i, _ in pairs if not re.fullmatch(r"\s*[0-9]+\s*", str(i))), None)
+    wrong = next((i for i, _ in pairs if not re.fullmatch(r"\s*[0-9]{1,9}\s*", str(i))), None)
     if wrong is not None:
-        raise PatchlightError(f"{where} has the class index {wrong!r}; indices are integers from 0")
+        raise PatchlightError(f"{where} has the class index {str(wrong)[:40]!r}; indices are integers from 0")
     names = {int(index): str(name) for index, name in pairs}
     twice = next((i for i, count in Counter(int(i) for i, _ in pairs).items() if count > 1), None)
     if twice is not None:

@@ -117,7 +117,9 @@ def escape_surrogates(name: str) -> str:
         name.encode()
         return name
     except UnicodeEncodeError:
-        return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        with contextlib.suppress(UnicodeEncodeError):
+            return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return name.encode("utf-8", "backslashreplace").decode()  # JSON has surrogates that stand for no byte
 
 
 def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:

@@ -99,7 +99,7 @@ def parse_as(kind: type[R], text: str, where: str) -> R:
         content = tomllib.loads(text)
         if _depth(content) > DEEPEST:
             raise RecursionError
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not TOML, or a number with thousands of digits
         line = re.search(r"at line (\d+)", str(error))
         at = int(line.group(1)) if line else text.count("\n") + 1
         raise PatchlightError(f"{where}, line {at}: not TOML: {str(error).split(' (at')[0]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -329,17 +330,29 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def read_number(text: str, path: Path) -> float:
+    """A finite number in a file."""
     try:
-        return float(text)
-    except ValueError as error:
-        raise PatchlightError(f"'{path}' has '{text}' instead of a number") from error
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise PatchlightError(f"'{path}' has '{text[:40]}' instead of a number")
+    return value
+
+
+def as_index(word: str) -> int | None:
+    """A word of at most nine digits as an index; None for any other word."""
+    return int(word) if word.isdecimal() and len(word) < 10 else None
 
 
 def read_pairs(path: Path) -> dict[str, str]:
     """Labels by image from lines `name,label` or `name label`; a header and lines that begin with # are skipped."""
     pairs: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines()):
-        words = next(csv.reader([line])) if "," in line else line.split(maxsplit=1)
+        try:
+            words = next(csv.reader([line])) if "," in line else line.split(maxsplit=1)
+        except csv.Error as error:
+            raise PatchlightError(f"line {number + 1} of '{path}' is not CSV: {error}") from error
         name, label = (word.strip() for word in (*words, "", "")[:2])
         header = number == 0 and name.lower() in {"name", "image", "file", "filename"}
         if header or not name or name.startswith("#"):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import PatchlightError, first_line
 from patchlight.data.base import Data, Sample, existing_folder, read_text, register_data
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -49,12 +49,17 @@ def read_cifar10(folder: str | Path, split: str = "test") -> Part:
         if all(file.is_file() for file in records):
             parts = [_records(file) for file in records]
             return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
-        if (place / "cifar10.npz").is_file():
-            return _check_complete(_arrays(place / "cifar10.npz", split), split, place)
-        if all(file.is_file() for file in (*sprites, labels)):
-            pixels = [np.asarray(Image.open(file).convert("RGB")).reshape(-1, 32, 32, 3) for file in sprites]
-            classes = np.array(json.loads(read_text(labels)), np.uint8)
-            return _check_complete((np.concatenate(pixels), classes), split, place)
+        try:
+            if (place / "cifar10.npz").is_file():
+                return _check_complete(_arrays(place / "cifar10.npz", split), split, place)
+            if all(file.is_file() for file in (*sprites, labels)):
+                pixels = [np.asarray(Image.open(file).convert("RGB")).reshape(-1, 32, 32, 3) for file in sprites]
+                classes = np.array(json.loads(read_text(labels)), np.uint8)
+                return _check_complete((np.concatenate(pixels), classes), split, place)
+        except PatchlightError:
+            raise
+        except Exception as error:  # numpy, zipfile and Pillow raise many kinds of exceptions for damaged files
+            raise PatchlightError(f"CIFAR-10 in '{place}' is damaged: {first_line(error)}") from error
     raise PatchlightError(
         f"no CIFAR-10 found in '{root}': looked there, in 'cifar-10-batches-bin' and 'package' for the {split} part "
         "of cifar-10-binary.tar.gz (data_batch_1.bin …, test_batch.bin), for cifar10.npz (uint8 x_train, y_train, "

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from patchlight.core.errors import PatchlightError, escape_surrogates, nearest
 from patchlight.core.images import list_images, open_mask
-from patchlight.data.base import Data, Sample, Sources, bare, existing_folder, look_up, read_pairs, register_data
+from patchlight.data.base import (
+    Data,
+    Sample,
+    Sources,
+    as_index,
+    bare,
+    existing_folder,
+    look_up,
+    read_pairs,
+    register_data,
+)
 from patchlight.data.coco import Scene, read_coco
 from patchlight.data.notes import Note, read_boxes, scaled
 
@@ -105,11 +115,12 @@ def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:
     """A class given by name or by index."""
     if classes is not None and word in classes:
         return classes.index(word)
-    if not word.isdecimal():
-        raise PatchlightError(f"'{name}' has the unknown class '{word}'; {nearest(word, classes or ())}")
-    if classes is not None and int(word) >= len(classes):
+    index = as_index(word)
+    if index is None:
+        raise PatchlightError(f"'{name}' has the unknown class '{word[:40]}'; {nearest(word[:40], classes or ())}")
+    if classes is not None and index >= len(classes):
         raise PatchlightError(f"'{name}' has class {word}; classes are 0 to {len(classes) - 1}")
-    return int(word)
+    return index
 
 
 def _annotate(

@@ -21,6 +21,7 @@ from patchlight.data.base import (
     Data,
     Sample,
     Sources,
+    as_index,
     existing_folder,
     first_existing,
     look_up,
@@ -220,9 +221,9 @@ def _is_synset(word: str) -> bool:
 
 
 def _class_index(word: str, name: str, synsets: Mapping[str, int]) -> int:
-    index = int(word) if word.isdecimal() else synsets.get(word, -1)
-    if not 0 <= index < 1000:
-        raise PatchlightError(f"'{name}' has class '{word}'; give 0 to 999 or a synset such as n01440764")
+    index = synsets.get(word, as_index(word))
+    if index is None or not 0 <= index < 1000:
+        raise PatchlightError(f"'{name}' has class '{word[:40]}'; give 0 to 999 or a synset such as n01440764")
     return index
 
 

@@ -34,7 +34,7 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
         parts = {name.split("/")[1] for name in names if "/" in name}
         if part not in parts:
             raise PatchlightError(f"no body part '{part}' in '{root}'; {nearest(part, parts)}")
-        names = [name for name in names if name.split("/")[1] == part]
+        names = [name for name in names if name.split("/")[1:2] == [part]]
     labels = ("negative", "positive")
     sources = {name: Sources([paths[name]], _study_class(name, labels)) for name in names}
     return Data.of_files(f"mura-{split}", names, sources.__getitem__, labels)

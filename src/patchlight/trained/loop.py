@@ -7,6 +7,7 @@ seed that is derived from the first one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import time
@@ -319,7 +320,17 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], parts: Parts) -> None
     from safetensors.torch import save
 
     tensors = {f"{a}/{b}": t.detach().cpu().contiguous() for a, part in parts.items() for b, t in part.items()}
-    write_atomic(path, save(tensors, {"about": json.dumps(about)}))
+    text = json.dumps(about)
+    write_atomic(path, save(tensors, {"about": text, "sum": _checksum(text, tensors)}))
+
+
+def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
+    """A hash of everything in a checkpoint; a damaged one would otherwise spoil the training without a word."""
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
@@ -329,13 +340,16 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
     parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     try:
         with safe_open(path, "pt") as file:
-            about: dict[str, Any] = json.loads(file.metadata()["about"])
-            for key in file.keys():  # noqa: SIM118
-                part, _, name = key.partition("/")
-                parts[part][name] = file.get_tensor(key)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise PatchlightError(f"'{path}' is damaged; remove it to start again") from error
-    return about, parts
+            header = file.metadata()
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if header["sum"] != _checksum(header["about"], tensors):
+            raise ValueError("its checksum is another one")
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise PatchlightError(f"'{path}' is damaged, or of an earlier version; remove it to start again") from error
+    for key, tensor in tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
+    return json.loads(header["about"]), parts
 
 
 def append_metrics(path: Path, row: Mapping[str, float]) -> None:
@@ -352,7 +366,7 @@ def cut_metrics(path: Path, step: int, restarts: int = 0) -> None:
     """Remove the reports after a checkpoint, and an incomplete last line."""
     if not path.is_file():
         return
-    head, *rows = path.read_text(encoding="utf-8").splitlines()
+    head, *rows = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     names = head.split(",")
 
     def is_before(row: str) -> bool:
@@ -362,4 +376,7 @@ def cut_metrics(path: Path, step: int, restarts: int = 0) -> None:
         attempt = int(values.get("restarts", 0))
         return attempt < restarts or (attempt == restarts and float(values["step"]) <= step)
 
-    write_atomic(path, ("\n".join([head, *filter(is_before, rows)]) + "\n").encode())
+    try:
+        write_atomic(path, ("\n".join([head, *filter(is_before, rows)]) + "\n").encode())
+    except (KeyError, ValueError) as error:
+        raise PatchlightError(f"'{path}' is damaged; remove it, and the training resumes") from error

@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from patchlight.core.errors import PatchlightError
+from pydantic import TypeAdapter
+
+from patchlight.core.errors import PatchlightError, first_line
 from patchlight.study.cell import Cell
 
 FILE = "cells.jsonl"
@@ -64,9 +66,10 @@ class RaceRecord:
             return None
         try:
             header, *lines = map(json.loads, complete.splitlines())
-            record = RaceRecord(header["header"], path, [Cell(**line) for line in lines])
-        except (ValueError, KeyError, TypeError) as error:
-            raise PatchlightError(f"'{path}' does not contain cells ({error}); choose another folder") from error
+            record = RaceRecord(header["header"], path, TypeAdapter(list[Cell]).validate_python(lines))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = first_line(error)
+            raise PatchlightError(f"'{path}' does not contain cells ({reason}); choose another folder") from error
         if len(complete) < len(data):
             os.truncate(path, len(complete))
         return record
