@@ -239,7 +239,7 @@ def _check_untouched(before: dict[str, Any], after: dict[str, Any]) -> None:
 def contract_names() -> list[str]:
     """All registered methods, and each composition and rule with one method."""
     composed = ["genatt.libra", "ixg.plus", "ixg.skipplus.libra", "rawatt.plus", "genatt.rollout", "gradcam.skipplus"]
-    return [*METHODS, *composed, "ixg.conservative", "genatt.attnlrp"]
+    return [*METHODS, *composed, "ixg.conservative", "genatt.attnlrp", "ixg.gamma"]
 
 
 def check_metric(

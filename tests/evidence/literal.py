@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor, ...]
+HELD = ("libra", "gamma", "lxt")
+"""Rules that differ in linear maps only."""
 
 
 def filled(shape: Sequence[int], value: Callable[..., float]) -> Tensor:
@@ -37,7 +39,7 @@ def attention(rule: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, g: Tenso
     A = filled((n, m), lambda i, j: math.exp(S[i, j]) / sum(math.exp(S[i, c]) for c in range(m)))
     o = filled((n, d), lambda i, p: sum(A[i, j] * v[j, p] for j in range(m)))
     nothing = torch.zeros_like(q), torch.zeros_like(k)
-    if rule == "libra":  # const[A] v
+    if rule in HELD:  # const[A] v
         return *nothing, filled((m, d), lambda j, p: sum(A[i, j] * g[i, p] for i in range(n)))
     R = o * g
     if rule == "conservative":
@@ -65,7 +67,7 @@ def layer_norm(rule: str, x: Tensor, weight: Tensor, eps: float, g: Tensor) -> G
     D = len(x)
     mean = sum(x.tolist()) / D
     s = math.sqrt(sum((float(x[j]) - mean) ** 2 for j in range(D)) / D + eps)
-    if rule == "libra":  # (x - mean) / const[s]: the mean stays in the graph
+    if rule in HELD:  # (x - mean) / const[s]: the mean stays in the graph
         return (filled((D,), lambda i: sum(g[j] * weight[j] / s * (same(i, j) - 1 / D) for j in range(D))),)
     if rule in ("conservative", "attnlrp"):
         # LN-rule: R(x_i) = sum_j x_i (d_ij - 1/D) / (sum_i' x_i' (d_i'j - 1/D)) R_j; the division passes R as it is
@@ -83,7 +85,7 @@ def rms_norm(rule: str, x: Tensor, weight: Tensor, eps: float, g: Tensor) -> Gra
     """y_j = weight_j x_j / r, r = sqrt(mean x^2 + eps), of one token [D]."""
     D = len(x)
     r = math.sqrt(sum(float(x[j]) ** 2 for j in range(D)) / D + eps)
-    if rule == "libra":  # x / const[r]
+    if rule in HELD:  # x / const[r]
         return (filled((D,), lambda i: g[i] * weight[i] / r),)
     if rule in ("conservative", "attnlrp"):  # the division passes R as it is
         return (filled((D,), lambda i: weight[i] * x[i] / r * g[i]) / x,)
@@ -140,7 +142,7 @@ def activation(rule: str, kind: str, h: Tensor, g: Tensor) -> Gradients:
     """f(h) of numbers [...]: f(h) = f(0) + h const[(f(h) - f(0)) / h], f(0) a bias; Ali et al. leave f alone."""
     share, slope = SHARES[kind]
     flat, given = h.flatten().tolist(), g.flatten().tolist()
-    if rule == "libra":
+    if rule in HELD:
         out = [share(a) * b for a, b in zip(flat, given, strict=True)]
     elif rule == "attnlrp":  # identity rule: R(h) = R(f(h))
         out = [(share(a) * a) * b / a for a, b in zip(flat, given, strict=True)]
@@ -151,7 +153,7 @@ def activation(rule: str, kind: str, h: Tensor, g: Tensor) -> Gradients:
 
 def gate(rule: str, a: Tensor, b: Tensor, g: Tensor) -> Gradients:
     """a * b of two activations, elementwise."""
-    if rule == "libra":  # the backward of a b / 2
+    if rule in HELD:  # the backward of a b / 2
         return b / 2 * g, a / 2 * g
     if rule == "attnlrp":  # uniform rule: half of R to each
         R = a * b * g

@@ -169,7 +169,7 @@ def with_biases_times(block: Block, x: Tensor, e: Tensor) -> Tensor:
     return u + linear(block.fc2, F.gelu(linear(block.fc1, norm(block.norm2, u))))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.gamma == 0])
 def test_biases_of_norms_and_linear_maps_add_up_by_token(rule: str) -> None:
     block = Block(4, 2).double()
     out, _, record, _ = tapped(block, "bias", rule)

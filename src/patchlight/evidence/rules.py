@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class Rule:
         activation: "ratio" replaces f'(h) by f(h)/h.
         gate: "half" passes half the gradient to each factor of a product of two activations.
         aliases: Other names.
+        gamma: How much more the contributions to a linear map count that have the sign of its output; 0: the gradient.
+        conv_gamma: The same for the convolution that embeds the patches.
+        linear: The linear maps with `gamma`: "mlp" are those after the attention and its output projection, the
+            classifier too; "all" are the projections of the attention as well.
     """
 
     name: str
@@ -40,14 +44,22 @@ class Rule:
     activation: Literal["plain", "ratio"] = "plain"
     gate: Literal["plain", "half"] = "plain"
     aliases: tuple[str, ...] = ()
+    gamma: float = 0.0
+    conv_gamma: float = 0.0
+    linear: Literal["mlp", "all"] = "mlp"
 
 
 RULES: Registry[Rule] = Registry("backward rule")
 PLAIN = RULES.add(Rule("plain", "the gradient"))
+_HELD: Final = ("frozen", "frozen", "ratio", "half")
 for _rule in (
-    Rule("libra", "LibraGrad, CVPR 2025", "frozen", "frozen", "ratio", "half"),
+    Rule("libra", "LibraGrad, CVPR 2025", *_HELD),
     Rule("conservative", "Ali et al., ICML 2022", "frozen", "frozen"),
     Rule("attnlrp", "Achtibat et al., ICML 2024 (no gamma rule)", "uniform", "frozen", "ratio", "half"),
+    Rule(
+        "gamma", "Bakish et al., arXiv 2506.02138: LXT's rules with their gammas", *_HELD, gamma=0.05, conv_gamma=100.0
+    ),
+    Rule("lxt", "Achtibat et al., ICML 2024: their code's rules for ViTs", *_HELD, gamma=0.05, conv_gamma=0.25),
 ):
     RULES.add(_rule)
 
@@ -209,6 +221,69 @@ def elementwise(h: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor
 
     result: Tensor = _RatioActivation.apply(h, lambda t: function(t.clone()), ratio)
     return result, constant.flatten(0, -2)[0] if bool(constant.any()) else None
+
+
+class _GammaProduct(torch.autograd.Function):
+    """A linear map whose contributions x_i W_ji of the sign of its output y_j count 1 + gamma times in the backward.
+
+    With z_j the sum of these weighted contributions and of the bias, R_i = sum_j x_i W_ji (1 + gamma [x_i W_ji y_j >
+    0]) / z_j R_j for R_j = g_j y_j; the backward passes R_i / x_i. The bias keeps its share, which `observer` gets.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: Callable[..., Tensor],
+        gamma: float,
+        observer: Callable[[Tensor], None] | None,
+    ) -> Tensor:
+        y = product(x, weight, bias)
+        ctx.save_for_backward(x, weight, bias, y)
+        ctx.product, ctx.gamma, ctx.observer = product, gamma, observer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        x, weight, bias, y = ctx.saved_tensors
+        product, gamma = ctx.product, ctx.gamma
+        up, down = weight.clamp_min(0), weight.clamp_max(0)
+
+        def pull(signal: Tensor, part: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = torch.zeros_like(x).requires_grad_()
+                (pulled,) = torch.autograd.grad(product(leaf, part, None), leaf, signal)
+            return pulled
+
+        rise = product(x.clamp_min(0), up, None if bias is None else bias.clamp_min(0))
+        rise = rise + product(x.clamp_max(0), down, None)
+        same = torch.where(y > 0, rise, y - rise)  # what has the sign of y
+        signal = gradients[0] * torch.where(y == 0, 0, y / torch.where(y == 0, 1, y + gamma * same))
+        if ctx.observer is not None and bias is not None:
+            constant = product(torch.zeros_like(x), weight, bias)
+            ctx.observer(signal * torch.where(constant * y > 0, (1 + gamma) * constant, constant))
+        positive, negative = signal * (y > 0), signal * (y < 0)
+        along = pull(positive, up) + pull(negative, down)  # has the sign of y where x > 0
+        against = pull(positive, down) + pull(negative, up)
+        return along + against + gamma * torch.where(x >= 0, along, against), None, None, None, None, None
+
+
+def gamma_product(
+    product: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: float,
+    observer: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """product(x, weight, bias), a linear map or a convolution, under the gamma rule.
+
+    The observer gets the relevance of the bias at each output in the backward.
+    """
+    result: Tensor = _GammaProduct.apply(x, weight, bias, product, gamma, observer)
+    return result
 
 
 class _ScaleGradient(torch.autograd.Function):

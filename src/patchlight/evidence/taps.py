@@ -50,6 +50,7 @@ class Taps(AttentionTap):
         self.in_block, self.fused, self.cut = in_block, fused, cut
         self.watches = bool(needs & ATTENTION)
         self._factors: tuple[Tensor, Tensor] | None = None
+        self._projected = False
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -95,6 +96,7 @@ class Taps(AttentionTap):
         ruled = graph and self.rule.attention != "plain"
         keeps_fused = not ruled or query.is_cuda
         if not self.watches and keeps_fused:
+            self.take()
             return self._fused(func, call, ruled)
         call = call.ungrouped()
         out = self._in_tiles(call) if call.attn_mask is None else None
@@ -204,12 +206,35 @@ class Taps(AttentionTap):
         return self._biased(out, at_zero)
 
     def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._biased(func(input, weight, bias), bias)
+        after = not self.in_block or self._projected  # the first linear map after the attention is its projection
+        self._projected = self._taken
+        gamma = self.rule.gamma if after or self.rule.linear == "all" else 0.0
+        return self._product(func, (input, weight, bias), gamma)
 
     def conv2d(
         self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kw: Any
     ) -> Tensor:
-        return self._biased(func(input, weight, bias, *rest, **kw), bias, channels=1)
+        def product(*given: Tensor) -> Tensor:
+            return func(*given, *rest, **kw)  # type: ignore[no-any-return]
+
+        return self._product(product, (input, weight, bias), self.rule.conv_gamma, channels=1)
+
+    def _product(
+        self,
+        product: Callable[..., Tensor],
+        factors: tuple[Tensor, Tensor, Tensor | None],
+        gamma: float,
+        channels: int = -1,
+    ) -> Tensor:
+        """A linear map or a convolution of factors (input, weight, bias), with the gamma rule if gamma is not 0."""
+        if gamma == 0 or not (torch.is_grad_enabled() and factors[0].requires_grad):
+            return self._biased(product(*factors), factors[2], channels)
+        record, place = self.record, self.place
+
+        def seen(relevance: Tensor) -> None:
+            record.add_bias(relevance.movedim(channels, -1).sum(-1), place)
+
+        return rules.gamma_product(product, *factors, gamma, seen if "bias" in self.needs else None)
 
     def _biased(self, out: Tensor, bias: Tensor | None, channels: int = -1) -> Tensor:
         if bias is not None and "bias" in self.needs and out.requires_grad:

@@ -35,7 +35,7 @@ Reads = frozenset[tuple[str, int]]
 GROUPS: Mapping[str, str] = {
     "attention": "attention eclip legrad tokentm transition",
     "gradients": "dave gradients",
-    "decomposition": "decomposition decompx relevance",
+    "decomposition": "decomposition decompx position relevance",
     "CAM": "cams scorecam",
     "perturbation": "atman hsic lime mda occlusion pami posterior rise search tis vitcx",
     "Shapley": "shapley",

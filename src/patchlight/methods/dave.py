@@ -138,7 +138,8 @@ def _gaussian(size: int, sigma: float) -> Tensor:
     return (window / window.sum())[None, None]
 
 
-def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+def refuse_operator(settings: Settings, vit: Anatomy) -> str | None:
+    """Why the backward rule `operator` cannot be used on a model."""
     if vit.unordered:
         return needs_neighbours(settings, vit)
     rule = RULES.lookup(settings["operator"])
@@ -157,7 +158,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     stochastic=True,
     cost="samples (50) forwards and backwards",
     quick={"samples": 3},
-    refuses=_refuses,
+    refuses=refuse_operator,
     presets={
         "authors": {"samples": 100, "filter": True},
         "operator": {"samples": 1, "warp": False, "noise_level": 0.0},
