@@ -105,8 +105,8 @@ def read(name: str, model: nn.Module) -> Anatomy:
 
 
 def sized(row: Row, vit: Anatomy) -> Row:
-    def cross(sides: tuple[int, int]) -> str:
-        return f"{sides[0]}x{sides[1]}"
+    def cross(sides: tuple[int, ...]) -> str:
+        return "x".join(map(str, sides))
 
     return replace(
         row,

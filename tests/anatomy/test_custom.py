@@ -218,6 +218,27 @@ class ChangesBetween(Own):
         return self.mlp(tokens[:, 0])
 
 
+def test_what_happens_between_blocks_is_crossed() -> None:
+    """Its gradient reaches the image, and tokens cannot be dropped."""
+    model = randomise(ChangesBetween(), 3).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pl.AssumedPreprocess)
+        vit = pl.wrap(model)
+    batch = images(vit, 2).requires_grad_()
+    assert sorted(vit.breaks) == [1, 2]
+    assert vit.can_drop is not None
+    (expected,) = torch.autograd.grad(model(batch)[:, 1].sum(), batch)
+    (found,) = torch.autograd.grad(vit.readout(vit.run(vit.embed(batch)))[:, 1].sum(), batch)
+    torch.testing.assert_close(found, expected)
+    tokens = [vit.embed(batch)]
+    for index in range(2):
+        tokens.append(vit.merge(index + 1, vit.block(index, tokens[-1])))
+    gradients = torch.autograd.grad(vit.readout(vit.block(2, tokens[2]))[:, 1].sum(), tokens)
+    with pl.trace(vit, batch.detach(), target=1) as seen:
+        for got, wanted in zip(seen.gradients, gradients, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
 class Half(Own):
     def forward(self, images: Tensor) -> Any:
         tokens = self.backbone._pos_embed(self.backbone.patch_embed(images))
@@ -247,8 +268,7 @@ class Two(Own):
         (lambda: Own(_twice), r"Own runs its backbone 'backbone' 2 times for one image.*runs it once"),
         (lambda: ReadsTheImage(), r"ReadsTheImage gives other logits .*differ by \S+, .*reads the image; describe it"),
         (lambda: ReadsTwoBlocks(), r"gives other logits .*differ by .*those of other blocks"),
-        (lambda: ChangesBetween(), r"gives other tokens .*differ by .*does more than call one block"),
-        (lambda: Half(), r"calls blocks of 'backbone' 2 times for one image, but has 3"),
+        (lambda: Half(), r"calls the blocks of its backbone 'backbone' 2 times for one image, but there are 3"),
         (lambda: MixesImages(), r"gives an image other logits alone than in a batch"),
         (lambda: Two(True), r"several .*: 'backbone' \(VisionTransformer\) and 'teacher' \(VisionTransformer\)"),
         (lambda: Own(lambda own, t: {"a": t[:, 0], "b": t[:, 0]}), r"a dict with the keys 'a', 'b'; choose .*output="),

@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.watching import Unseen
 from patchlight.core.errors import DegenerateMap
 from patchlight.core.layout import Layout
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Ablation
-from patchlight.evidence.coalitions import Unseen, draw_coalitions
+from patchlight.evidence.coalitions import draw_coalitions
 from patchlight.evidence.rules import RULES
 from patchlight.methods import shapley
 from patchlight.methods.atman import Suppress, Suppressed, suppression

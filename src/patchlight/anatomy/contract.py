@@ -157,8 +157,12 @@ class Contract(ABC):
         """Run block `index` on tokens whose patches are at `positions` [B,k] of the grid (None: all, in order)."""
 
     def merge(self, index: int, tokens: Tensor) -> Tensor:
-        """The input of block `index`, from the output of the block before; merged where a stage begins."""
+        """The input of block `index`, from the output of the block before: what a forward does between the two."""
         return tokens
+
+    def changes(self, index: int) -> bool:
+        """Whether `merge` does something before block `index`."""
+        return self.merging(index) is not None
 
     def width_of(self, index: int) -> int:
         """Number of channels of the tokens of block `index`."""
@@ -169,7 +173,7 @@ class Contract(ABC):
         return [self.blocks[index]]
 
     def merging(self, index: int) -> Merging | None:
-        """How `merge` combines tokens before block `index`; None if it does not."""
+        """How `merge` combines tokens before block `index`; None if each token stays itself."""
         return None
 
     @property

@@ -18,12 +18,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from patchlight.anatomy.contract import Ends, Parts, Pooling, linear, stacked
+from patchlight.anatomy.contract import Ends, Parts, linear, stacked
+from patchlight.anatomy.crossing import CrossedAnatomy, found_in, located
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
+from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from patchlight.core.layout import IMAGE_AXES
 
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -36,39 +39,87 @@ SIGLIP = Preprocess((224, 224), _HALF, _HALF, 1.0, "bicubic", "squash", "down")
 DINO3 = Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down")
 
 
-class HfLayout(NamedTuple):
-    """Where the transformer is inside a model ("" where it is the model), and how it is read.
+class PublishedFor(NamedTuple):
+    """The preprocessing of a family's published models, and whether images may have another size."""
 
-    `prefix` is the number of tokens before the patches, without registers; `published` the preprocessing of the
-    family's published models; `any_size` whether images may have another size than the model was made for.
-    """
-
-    path: str
-    pooling: Pooling
-    prefix: int
-    published: Preprocess
+    preprocess: Preprocess
     any_size: bool = False
 
 
-_SHAPES: dict[str, HfLayout] = {
-    "ViTForImageClassification": HfLayout("vit", "cls", 1, VIT),
-    "DeiTForImageClassification": HfLayout("deit", "cls", 2, DEIT),
-    "DeiTForImageClassificationWithTeacher": HfLayout("deit", "cls+dist", 2, DEIT),
-    "Dinov2ForImageClassification": HfLayout("dinov2", "cls+avg", 1, DINO, True),
-    "Dinov2WithRegistersForImageClassification": HfLayout("dinov2_with_registers", "cls+avg", 1, DINO, True),
-    "CLIPForImageClassification": HfLayout("vision_model", "avg", 1, CLIP),
-    "SiglipForImageClassification": HfLayout("vision_model", "avg", 0, SIGLIP),
+_KNOWN: dict[str, PublishedFor] = {
+    "ViTForImageClassification": PublishedFor(VIT),
+    "DeiTForImageClassification": PublishedFor(DEIT),
+    "DeiTForImageClassificationWithTeacher": PublishedFor(DEIT),
+    "Dinov2ForImageClassification": PublishedFor(DINO, True),
+    "Dinov2WithRegistersForImageClassification": PublishedFor(DINO, True),
+    "CLIPForImageClassification": PublishedFor(CLIP),
+    "SiglipForImageClassification": PublishedFor(SIGLIP),
 }
+_OTHERS = PublishedFor(Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bicubic", "squash", "down"), True)
+_REFUSED = {
+    "Siglip2": "it is a SigLIP2 of the NaFlex kind, which cuts every image into its own grid, so there is no common "
+    "patch grid; SigLIP2 of a fixed size (SiglipModel) works",
+    "ImageGPT": "its input is the colour cluster of each pixel, not an image",
+    **dict.fromkeys(
+        ("Bit", "ConvNext", "EfficientNet", "HGNetV2", "MobileNet", "RegNet", "ResNet", "TextNet", "PPLCNet"),
+        "it is a convolutional network, and has no attention",
+    ),
+}
+"""Why models whose class begins like this cannot be opened."""
+_MAPS = ("Dinat", "FocalNet", "Levit", "MobileViT", "PoolFormer", "SwiftFormer")
+"""Networks of stages that are opened as a feature map: hybrids, and those without attention between all tokens."""
+_CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 _CORNERS: tuple[Literal["down", "inward", "nearest"], ...] = ("down", "inward", "nearest")
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
 
-class HuggingFaceAnatomy(Anatomy):
-    """An image classifier of transformers."""
+class Inputs(NamedTuple):
+    """What a model takes: the shape of one input, its size along each axis of the grid, and where these axes are."""
+
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    dims: tuple[int, ...] = (1, 2)
+    axes: tuple[str, ...] = IMAGE_AXES
+
+
+def described(
+    model: Any, known: PublishedFor, classifies: bool, name: str | None, labels: Any, processor: Any, **about: Any
+) -> dict[str, Any]:
+    """What every transformers model records about itself: name, classes and labels, channels, preprocessing."""
+    config = getattr(model.config, "vision_config", model.config)
+    classes = int(model.config.num_labels) if classifies else 0
+    names = getattr(model.config, "id2label", None) or {}
+    if classes and labels is None and names and all(not str(v).startswith("LABEL_") for v in names.values()):
+        labels = [str(names[i]) for i in range(len(names))]
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        about.setdefault("sigmoid", True)
+    if getattr(model.config, "problem_type", None) == "regression":
+        about.setdefault("regression", True)
+    name = name or getattr(model, "name_or_path", "") or type(model).__name__
+    channels, (published, any_size) = int(getattr(config, "num_channels", 3)), known
+    native = _pair(getattr(config, "image_size", None) or getattr(config, "crop_size", None) or published.size)
+    processor = getattr(processor, "image_processor", processor)  # an image-text configuration
+    if "preprocess" not in about:
+        about["preprocess"] = (
+            _assume_preprocess(published, native, name)
+            if processor is None
+            else as_processed(processor, channels, name)
+        )
+    size = about["preprocess"].size
+    if not any_size and size != native:
+        raise PatchlightError(
+            f"{name} takes images of {_times(native)} pixels, but its preprocessing gives {_times(size)}; pass "
+            f"preprocess=pl.Preprocess({native}, …)"
+        )
+    return {"name": name, "classes": classes, "labels": labels, "channels": channels, **about}
+
+
+class HuggingFaceAnatomy(CrossedAnatomy):
+    """An image classifier of transformers; its forward is crossed at the blocks that are found in it."""
 
     library = "transformers"
-    shapes: ClassVar[Mapping[str, HfLayout]] = _SHAPES
-    """Supported classes by name."""
+    known: ClassVar[Mapping[str, PublishedFor]] = _KNOWN
+    """PublishedFor preprocessing by the name of the class."""
     classifies: ClassVar[bool] = True
     """Whether they have a classifier."""
 
@@ -78,96 +129,39 @@ class HuggingFaceAnatomy(Anatomy):
         name: str | None = None,
         labels: Sequence[str] | None = None,
         processor: Any = None,
+        stage: int = -2,
         **about: Any,
     ) -> None:
-        kind = type(model).__name__
-        self.path, pooling, prefix, published, any_size = self.shapes[kind]
-        config = getattr(model.config, "vision_config", model.config)
-        patch_h, patch_w = _pair(config.patch_size)
-        classes = int(model.config.num_labels) if self.classifies else 0
-        if classes and labels is None and all(not str(v).startswith("LABEL_") for v in model.config.id2label.values()):
-            labels = [str(model.config.id2label[i]) for i in range(len(model.config.id2label))]
-        if getattr(model.config, "problem_type", None) == "multi_label_classification":
-            about.setdefault("sigmoid", True)
-        if getattr(model.config, "problem_type", None) == "regression":
-            about.setdefault("regression", True)
-        name = name or getattr(model, "name_or_path", "") or kind
-        channels = int(getattr(config, "num_channels", 3))
-        processor = getattr(processor, "image_processor", processor)  # an image-text configuration
-        if "preprocess" not in about:
-            size = _pair(config.image_size)
-            about["preprocess"] = (
-                _assume_preprocess(published, size, name)
-                if processor is None
-                else as_processed(processor, channels, name)
-            )
-        height, width = about["preprocess"].size
-        if not any_size and (height, width) != _pair(config.image_size):
-            raise PatchlightError(
-                f"{name} takes images of {_times(_pair(config.image_size))} pixels, but its preprocessing gives "
-                f"{_times((height, width))}; pass preprocess=pl.Preprocess({_pair(config.image_size)}, …)"
-            )
-        super().__init__(
-            model,
-            name=name,
-            grid=(height // patch_h, width // patch_w),
-            extent=(height // patch_h * patch_h, width // patch_w * patch_w),
-            prefix=prefix + int(getattr(config, "num_register_tokens", 0) or 0),
-            pooling=pooling,
-            heads=int(config.num_attention_heads),
-            classes=classes,
-            labels=labels,
-            channels=channels,
-            **about,
-        )
-        self._required = required_after_first(type(self.blocks[0]))
+        known = self.known.get(type(model).__name__, _OTHERS)
+        about = described(model, known, self.classifies, name=name, labels=labels, processor=processor, **about)
+        inputs = self.inputs(model.config, about)
+        found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims)
+        self.head_paths = [path for path in _CLASSIFIERS if _find(model, path) is not None] if self.classifies else []
+        about |= located(found, inputs.size, stage, about["name"])
+        super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **about)
 
-    @property
-    def backbone(self) -> Any:
-        found: Any = self.net.get_submodule(self.path)
-        return found if hasattr(found, "embeddings") else found.vision_model
+    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
+        """What the model takes."""
+        size = about["preprocess"].size
+        return Inputs((about["channels"], *size), size)
 
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        inside = (getattr(self.backbone, name, None) for name in ("encoder", "model"))
-        holder = next((found for found in inside if found is not None), self.backbone)
-        layers = getattr(holder, "layers", None)
-        return cast("Sequence[nn.Module]", holder.layer if layers is None else layers)
+    def prepare(self, net: Any) -> None:
+        """Change a copy of the model before it is run."""
 
-    def embed(self, images: Tensor) -> Tensor:
-        tokens = self.backbone.embeddings(images)
-        before = getattr(self.backbone, "pre_layrnorm", None)
-        return cast(Tensor, tokens if before is None else before(tokens))
+    def forward_of(self, net: Any, images: Tensor) -> Any:
+        """Run a copy of the model."""
+        return net(images)
+
+    def call(self, images: Tensor) -> Any:
+        return self.forward_of(self.net, images)
+
+    def watch(self) -> None:
+        self.prepare(self.net)
+        super().watch()
 
     def projection(self) -> nn.Module | None:
-        return _find(self.backbone.embeddings, "patch_embeddings", "patch_embedding")
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        out = self.blocks[index](tokens, **dict.fromkeys(self._required))
-        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
-
-    def features(self, tokens: Tensor) -> Tensor:
-        kind = type(self.net).__name__
-        if kind.startswith("CLIP"):
-            return tokens[:, 1:].mean(1)
-        norm = getattr(self.backbone, "post_layernorm", None) or self.backbone.layernorm
-        tokens = norm(tokens)
-        if kind.startswith("Siglip"):
-            return tokens.mean(1)
-        if self.pooling == "cls+avg":
-            return torch.cat([tokens[:, 0], self.layout.of_cells(tokens).mean(1)], 1)
-        return tokens[:, :2].mean(1) if self.pooling == "cls+dist" else tokens[:, 0]
-
-    def classify(self, features: Tensor) -> Tensor:
-        return cast(Tensor, cast(Any, self.net).classifier(features))
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        if self.pooling != "cls+dist":
-            return super().classified(tokens)
-        model: Any = self.net  # each of its two tokens has a classifier
-        tokens = self.backbone.layernorm(tokens)
-        both = model.cls_classifier(tokens[:, 0]) + model.distillation_classifier(tokens[:, 1])
-        return cast(Tensor, both / 2)
+        names = ("patch_embeddings", "patch_embedding")
+        return next((m for key, m in self.net.named_modules() if key.rpartition(".")[2] in names), None)
 
     def parts(self, index: int) -> Parts:
         block = self.blocks[index]
@@ -176,7 +170,8 @@ class HuggingFaceAnatomy(Anatomy):
             for a, b in (("q", "query"), ("k", "key"), ("v", "value"))
         ]
         value: Any = three[2]
-        scales = [_find(block, f"layer_scale{i}") for i in (1, 2)]
+        layers = [_find(block, f"layer_scale{i}") for i in (1, 2)]
+        scales = [getattr(block, f"lambda_{i + 1}", None) if s is None else s.lambda1 for i, s in enumerate(layers)]
         fc1, fc2 = _find(block, "mlp.fc1", "intermediate.dense"), _find(block, "mlp.fc2", "output.dense")
         if _find(block, "mlp.gate_proj") is None:
             fc1, fc2 = fc1 or _find(block, "mlp.up_proj"), fc2 or _find(block, "mlp.down_proj")
@@ -192,30 +187,89 @@ class HuggingFaceAnatomy(Anatomy):
             fc1=fc1,
             activation=next((f for f in found if f is not None), None),
             fc2=fc2,
-            scale1=None if scales[0] is None else cast(Tensor, scales[0].lambda1),
-            scale2=None if scales[1] is None else cast(Tensor, scales[1].lambda1),
-            beyond="" if fc1 is not None and fc2 is not None else "its MLP has more than two linear maps",
+            scale1=cast("Tensor | None", scales[0]),
+            scale2=cast("Tensor | None", scales[1]),
+            beyond="its MLP has more than two linear maps" if fc1 is None or fc2 is None else self.beyond,
         )
 
     def own_ends(self) -> Ends | None:
         kinds = ("ViTForImageClassification", "DeiTForImageClassification", "ViTModel", "DeiTModel")
         if type(self.model).__name__ not in kinds:
             return None
-        stem, head = self.backbone.embeddings, getattr(self.net, "classifier", nn.Identity())
+        backbone: Any = getattr(self.net, "vit", getattr(self.net, "deit", self.net))
+        stem, head = backbone.embeddings, getattr(self.net, "classifier", nn.Identity())
         prefix = stem.cls_token if self.prefix == 1 else torch.cat([stem.cls_token, stem.distillation_token], 1)
         projection = stem.patch_embeddings.projection
-        return Ends(projection, prefix, stem.position_embeddings, self.backbone.layernorm, head)
+        return Ends(projection, prefix, stem.position_embeddings, backbone.layernorm, head)
+
+
+class HuggingFaceMap(FeatureMapAnatomy):
+    """A network of transformers that is opened as a feature map."""
+
+    library = "transformers"
+
+
+class VideoAnatomy(HuggingFaceAnatomy):
+    """A video classifier of transformers: inputs [B,frames,C,H,W], on a grid of time, rows and columns."""
+
+    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
+        frames = int(getattr(config, "num_frames", 0) or config.frames_per_clip)
+        size = about["preprocess"].size
+        shape = (frames, about["channels"], *size)
+        return Inputs(shape, (frames, *size), (0, 2, 3), ("time", "row", "column"))
+
+    def dropping(self, positions: Tensor) -> dict[str, Tensor]:
+        """V-JEPA numbers its positions by the cells that it is given."""
+        return {"position_mask": positions} if type(self.model).__name__.startswith("VJEPA2") else {}
+
+
+class TurnsAnatomy(VideoAnatomy):
+    """TimeSformer, whose blocks attend over time and space in turns."""
+
+    can_drop = (
+        "it attends over time and space in turns and needs every cell of its grid; pixels can be filled (unit='frame', "
+        "'tube' or 'patch')"
+    )
+
+
+class SoundAnatomy(HuggingFaceAnatomy):
+    """A spectrogram transformer: inputs [B,time,frequency] on a grid of frequency and time, whose cells overlap."""
+
+    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
+        shape = int(config.max_length), int(config.num_mel_bins)
+        return Inputs(shape, shape[::-1], (1, 0), ("frequency", "time"))
 
 
 @register_family("transformers", package="transformers")
-def read_hf(model: nn.Module, **about: Any) -> Anatomy | None:
-    """The anatomy of a transformers image classifier, or None."""
-    return HuggingFaceAnatomy(model, **about) if type(model).__name__ in _SHAPES else None
+def read_hf(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
+    """The anatomy of a transformers classifier of images, videos or spectrograms, or None."""
+    kind = type(model).__name__
+    if "ForImageClassification" in kind:
+        check_kind(kind, about.get("name") or kind)
+        if not kind.startswith(_MAPS):
+            return HuggingFaceAnatomy(model, stage=stage, **about)
+        given = {"name": None, "labels": None, "processor": None} | about
+        return read_feature_map(model, stage, HuggingFaceMap, described(model, _OTHERS, True, **given))
+    if "ForVideoClassification" in kind:
+        return (TurnsAnatomy if kind.startswith("Timesformer") else VideoAnatomy)(model, stage=stage, **about)
+    if kind == "ASTForAudioClassification":
+        config: Any = model.config
+        size = int(config.max_length), int(config.num_mel_bins)
+        given = {"preprocess": Preprocess(size, (0.0,), (1.0,)), **about, "processor": None}
+        return SoundAnatomy(model, stage=stage, **given)
+    return None
+
+
+def check_kind(kind: str, name: str) -> None:
+    """Refuse a class of models that cannot be opened, with the reason."""
+    reason = next((reason for start, reason in _REFUSED.items() if kind.startswith(start)), None)
+    if reason is not None:
+        raise Unsupported(f"{name} cannot be opened: {reason}")
 
 
 def supported() -> list[str]:
     """The transformers classes that are read."""
-    return sorted(_SHAPES)
+    return sorted(_KNOWN)
 
 
 def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:

@@ -23,17 +23,18 @@ from patchlight.anatomy.hf import (
     DINO3,
     SIGLIP,
     VIT,
-    HfLayout,
     HuggingFaceAnatomy,
+    PublishedFor,
     check_complete,
     check_floating,
+    check_kind,
     read_processor,
 )
 from patchlight.anatomy.hf import supported as classifiers
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary, has_text_side
-from patchlight.core.errors import PatchlightError, Unsupported, first_line
+from patchlight.core.errors import PatchlightError, first_line
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.core.targets import Outputs
@@ -46,21 +47,17 @@ PRETRAINED = {
 }
 """Backbone class by the name of the class that pretrains it."""
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
-_NAFLEX = (
-    "it is a SigLIP2 of the NaFlex kind, which cuts every image into its own grid, so there is no common patch grid; "
-    "SigLIP2 of a fixed size (SiglipModel) works"
-)
 
 
 class BackboneAnatomy(HuggingFaceAnatomy):
     """A transformer whose features are its normalised CLS token; a pooler after it is left out."""
 
     classifies = False
-    shapes: ClassVar[Mapping[str, HfLayout]] = {
-        "ViTModel": HfLayout("", "cls", 1, VIT),
-        "DeiTModel": HfLayout("", "cls", 2, DEIT),
-        "Dinov2Model": HfLayout("", "cls", 1, DINO, True),
-        "Dinov2WithRegistersModel": HfLayout("", "cls", 1, DINO, True),
+    known: ClassVar[Mapping[str, PublishedFor]] = {
+        "ViTModel": PublishedFor(VIT),
+        "DeiTModel": PublishedFor(DEIT),
+        "Dinov2Model": PublishedFor(DINO, True),
+        "Dinov2WithRegistersModel": PublishedFor(DINO, True),
     }
 
     def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
@@ -70,29 +67,15 @@ class BackboneAnatomy(HuggingFaceAnatomy):
             )
         super().__init__(model, **about)
 
-    def features(self, tokens: Tensor) -> Tensor:
-        norm = getattr(self.backbone, "norm", None) or self.backbone.layernorm
-        return cast(Tensor, norm(tokens)[:, 0])
-
-    def classify(self, features: Tensor) -> Tensor:
-        return features
-
-    def whole(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.net(images).last_hidden_state[:, 0])
+    def logits_of(self, out: Any, rows: int) -> Tensor:
+        """The normalised CLS token."""
+        return cast(Tensor, out.last_hidden_state[:, 0])
 
 
 class RotaryAnatomy(BackboneAnatomy):
     """DINOv3: each block gets rotary positions, gathered per sample when tokens are dropped."""
 
-    shapes: ClassVar[Mapping[str, HfLayout]] = {"DINOv3ViTModel": HfLayout("", "cls", 1, DINO3, True)}
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        image = tokens.new_empty(1).expand(1, 1, *self.preprocess.size)  # only its size is read
-        rotation = self.backbone.rope_embeddings(image)
-        if positions is not None:
-            rotation = tuple(part[positions][:, None] for part in rotation)
-        out: Any = self.blocks[index](tokens, position_embeddings=rotation)
-        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+    known: ClassVar[Mapping[str, PublishedFor]] = {"DINOv3ViTModel": PublishedFor(DINO3, True)}
 
     def parts(self, index: int) -> Parts:
         found = super().parts(index)
@@ -102,48 +85,34 @@ class RotaryAnatomy(BackboneAnatomy):
 class MaskedAnatomy(BackboneAnatomy):
     """MAE, with nothing masked: its twin keeps every patch, in order."""
 
-    shapes: ClassVar[Mapping[str, HfLayout]] = {"ViTMAEModel": HfLayout("", "cls", 1, _MAE)}
+    known: ClassVar[Mapping[str, PublishedFor]] = {"ViTMAEModel": PublishedFor(_MAE)}
 
-    def watch(self) -> None:
-        super().watch()
-        stem = self.backbone.embeddings
-        stem.config = copy.copy(stem.config)  # of the twin
+    def prepare(self, net: Any) -> None:
+        stem = net.embeddings
+        stem.config = copy.copy(stem.config)
         stem.config.mask_ratio = 0.0
 
-    def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.backbone.embeddings(images, noise=self._order(images))[0])
-
-    def whole(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.net(images, noise=self._order(images)).last_hidden_state[:, 0])
-
-    def _order(self, images: Tensor) -> Tensor:
-        """Sorting keys that keep the patches in order."""
-        return torch.arange(self.cells, device=images.device).expand(len(images), -1)
+    def forward_of(self, net: Any, images: Tensor) -> Any:
+        patches = net.embeddings.patch_embeddings.num_patches
+        return net(images, noise=torch.arange(patches, device=images.device).expand(len(images), -1))  # in order
 
 
 class TowerAnatomy(BackboneAnatomy):
     """The image encoder of CLIP (a CLS token, projected if the model does so) or SigLIP (attention pooling)."""
 
-    shapes: ClassVar[Mapping[str, HfLayout]] = {
-        "CLIPVisionModel": HfLayout("", "cls", 1, CLIP),
-        "CLIPVisionModelWithProjection": HfLayout("vision_model", "cls", 1, CLIP),
-        "SiglipVisionModel": HfLayout("", "map", 0, SIGLIP),
+    known: ClassVar[Mapping[str, PublishedFor]] = {
+        "CLIPVisionModel": PublishedFor(CLIP),
+        "CLIPVisionModelWithProjection": PublishedFor(CLIP),
+        "SiglipVisionModel": PublishedFor(SIGLIP),
     }
 
     def __init__(self, model: Any, **about: Any) -> None:
+        if getattr(model.config, "vision_use_head", True) is False:
+            name = about.get("name") or type(model).__name__
+            raise PatchlightError(f"{name} has no pooling (vision_use_head=False), so it has no image features")
         super().__init__(model, **about)
-        if self.pooling == "map" and getattr(self.backbone, "head", None) is None:
-            raise PatchlightError(f"{self.name} has no pooling (vision_use_head=False), so it has no image features")
 
-    def features(self, tokens: Tensor) -> Tensor:
-        if self.pooling == "map":
-            return cast(Tensor, self.backbone.head(self.backbone.post_layernorm(tokens)))
-        found = self.backbone.post_layernorm(tokens[:, 0])
-        projection = getattr(self.net, "visual_projection", None)
-        return cast(Tensor, found if projection is None else projection(found))
-
-    def whole(self, images: Tensor) -> Tensor:
-        out = self.net(images)
+    def logits_of(self, out: Any, rows: int) -> Tensor:
         projected = getattr(out, "image_embeds", None)
         return cast(Tensor, out.pooler_output if projected is None else projected)
 
@@ -151,9 +120,9 @@ class TowerAnatomy(BackboneAnatomy):
 class HuggingFacePair(TowerAnatomy, TextSide):
     """CLIP or SigLIP (also SigLIP2 of a fixed size) with its text encoder, which reads the sentences of a head."""
 
-    shapes: ClassVar[Mapping[str, HfLayout]] = {
-        "CLIPModel": HfLayout("vision_model", "cls", 1, CLIP),
-        "SiglipModel": HfLayout("vision_model", "map", 0, SIGLIP),
+    known: ClassVar[Mapping[str, PublishedFor]] = {
+        "CLIPModel": PublishedFor(CLIP),
+        "SiglipModel": PublishedFor(SIGLIP),
     }
 
     tokenizer_advice = "tokenizer=, or processor= one of transformers that contains it"
@@ -166,8 +135,11 @@ class HuggingFacePair(TowerAnatomy, TextSide):
     def _sigmoid(self) -> bool:
         return type(self.model).__name__ == "SiglipModel"
 
-    def whole(self, images: Tensor) -> Tensor:
-        return _tensor(cast(Any, self.net).get_image_features(pixel_values=images))
+    def forward_of(self, net: Any, images: Tensor) -> Any:
+        return net.get_image_features(pixel_values=images)
+
+    def logits_of(self, out: Any, rows: int) -> Tensor:
+        return _tensor(out)
 
     def encode_chunk(self, prompts: Sequence[str]) -> Tensor:
         ids = {key: value.to(self.device) for key, value in self._ids(prompts).items()}
@@ -268,19 +240,13 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
 def read_backbone(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a transformers model without a classifier, or None."""
     check_kind(type(model).__name__, about.get("name") or type(model).__name__)
-    anatomy = next((kind for kind in _KINDS if type(model).__name__ in kind.shapes), None)
+    anatomy = next((kind for kind in _KINDS if type(model).__name__ in kind.known), None)
     return None if anatomy is None else anatomy(model, **about)
 
 
 def supported() -> list[str]:
     """The transformers classes that are read."""
-    return sorted(name for kind in _KINDS for name in kind.shapes)
-
-
-def check_kind(kind: str, name: str) -> None:
-    """Refuse a class of models that cannot be opened, with the reason."""
-    if kind.startswith("Siglip2"):
-        raise Unsupported(f"{name} cannot be opened: {_NAFLEX}")
+    return sorted(name for kind in _KINDS for name in kind.known)
 
 
 def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:

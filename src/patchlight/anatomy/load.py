@@ -284,6 +284,8 @@ def _model_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
 
 def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     anatomy = None if any(key in about for key in CUSTOM) else read_anatomy(model, dict(about))
+    if anatomy is None and "processor" in about:
+        about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
     if anatomy is None and ("output" in about or not has_text_side(model)):
         anatomy = read_custom(model, about)
     if anatomy is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
 from patchlight.anatomy.contract import Pooling, affine
 from patchlight.anatomy.outputs import Readout
@@ -49,6 +50,8 @@ class Running:
     views: dict[Computing, Anatomy] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
     probing: bool = False
+    sites: Any = None
+    """For a model whose forward is crossed: its blocks, and how it calls them."""
     part: tuple[Any, Any] = (None, None)
     """For a model that contains another: the copy in use, and the anatomy of the inner one."""
 
@@ -433,7 +436,7 @@ def _projected(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
     change: Callable[[Tensor], Tensor | None] | None = getattr(_LOCAL, "change", None)
     if torch.compiler.is_compiling() or change is None:
         return None
-    if isinstance(module, nn.Conv2d):
+    if isinstance(module, _ConvNd):
         new = change(out.flatten(2).mT)
         return None if new is None else new.mT.reshape(out.shape)
     new = change(out.flatten(1, -2))

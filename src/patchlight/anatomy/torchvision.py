@@ -1,65 +1,44 @@
-"""Anatomy of torchvision's VisionTransformer (`vit_b_16` and related)."""
+"""Anatomy of torchvision's VisionTransformer, SwinTransformer and MaxVit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 from patchlight.anatomy.contract import Ends, Parts
+from patchlight.anatomy.crossing import CrossedAnatomy, found_in, located
 from patchlight.anatomy.families import LoadRequest, register_family
+from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import Preprocess
 
 
-class TorchvisionAnatomy(Anatomy):
-    """torchvision's ViT, whose attention is torch's MultiheadAttention."""
+class TorchvisionAnatomy(CrossedAnatomy):
+    """torchvision's ViT, whose attention is torch's MultiheadAttention, or Swin."""
 
     library = "torchvision"
 
-    def __init__(self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, **about: Any) -> None:
-        last = [m for m in model.heads.modules() if isinstance(m, nn.Linear)]
-        classes, side = last[-1].out_features if last else 0, int(model.image_size)
-        about.setdefault("preprocess", Preprocess((side, side), crop_pct=0.875, interpolation="bilinear"))
-        super().__init__(
-            model,
-            name=name or type(model).__name__,
-            grid=(side // model.patch_size, side // model.patch_size),
-            prefix=1,
-            pooling="cls",
-            heads=model.encoder.layers[0].num_heads,
-            classes=classes,
-            labels=labels if labels is not None else imagenet_labels(classes),
-            **about,
-        )
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return cast("Sequence[nn.Module]", self.net.encoder.layers)
-
-    def embed(self, images: Tensor) -> Tensor:
-        patches = self.net._process_input(images)
-        cls = self.net.class_token.expand(patches.shape[0], -1, -1)
-        return cast(Tensor, torch.cat([cls, patches], 1) + self.net.encoder.pos_embedding)
+    def __init__(
+        self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, stage: int = -2, **about: Any
+    ) -> None:
+        name = name or type(model).__name__
+        about = _described(model, name, labels, about)
+        found = found_in(model, lambda net, images: net(images), (3, *about["preprocess"].size), name)
+        self.head_paths = [path for path in ("heads", "head") if hasattr(model, path)]
+        super().__init__(model, **{**located(found, about["preprocess"].size, stage, name), **about})
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self.net.conv_proj)
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.blocks[index](tokens))
-
-    def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.net.encoder.ln(tokens)[:, 0])
-
-    def classify(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.net.heads(features))
+        return cast("nn.Module | None", getattr(self.net, "conv_proj", None))
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
+        if not isinstance(self.net, VisionTransformer):
+            return Parts(block.norm1, beyond=self.beyond)
         attention = block.self_attention
         return Parts(
             block.ln_1,
@@ -74,6 +53,8 @@ class TorchvisionAnatomy(Anatomy):
 
     def own_ends(self) -> Ends | None:
         net = self.net
+        if not isinstance(net, VisionTransformer):
+            return None
         heads = list(net.heads) if isinstance(net.heads, nn.Sequential) else [net.heads]
         known = len(heads) == 1 and isinstance(heads[0], nn.Linear | nn.Identity)
         if not isinstance(net.conv_proj, nn.Conv2d) or not known:
@@ -85,18 +66,44 @@ def create_torchvision(request: LoadRequest) -> nn.Module:
     """Build one of torchvision's Vision Transformers by its name."""
     from torchvision import models
 
-    names = [n for n in models.list_models() if n.startswith("vit_")]
+    names = [n for n in models.list_models() if n.startswith(("vit_", "swin_", "maxvit_"))]
     if request.name not in names:
         hint = nearest(request.name, names)
         raise PatchlightError(f"torchvision has no Vision Transformer called '{request.name}'; {hint}")
-    options = request.with_classes("num_classes", "heads.head.weight")
+    options = request.with_classes("num_classes", "heads.head.weight", "head.weight", "classifier.5.weight")
     model: nn.Module = models.get_model(request.name, weights="DEFAULT" if request.pretrained else None, **options)
     return model
 
 
 @register_family("torchvision", package="torchvision", prefix="torchvision", create=create_torchvision)
-def read_torchvision(model: nn.Module, **about: Any) -> Anatomy | None:
-    """The anatomy of a torchvision VisionTransformer, or None."""
-    from torchvision.models import VisionTransformer
+def read_torchvision(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
+    """The anatomy of a torchvision VisionTransformer, Swin or MaxVit, or None."""
+    if isinstance(model, VisionTransformer | SwinTransformer):
+        return TorchvisionAnatomy(model, stage=stage, **about)
+    if not isinstance(model, MaxVit):
+        return None
+    name = about.pop("name", None) or type(model).__name__
+    return read_feature_map(model, stage, TorchvisionMap, _described(model, name, about.pop("labels", None), about))
 
-    return TorchvisionAnatomy(model, **about) if isinstance(model, VisionTransformer) else None
+
+class TorchvisionMap(FeatureMapAnatomy):
+    """torchvision's MaxVit, opened as a feature map."""
+
+    library = "torchvision"
+
+
+def _described(model: Any, name: str, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
+    """Name, classes and labels, preprocessing."""
+    last = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    classes = last[-1].out_features if any(hasattr(model, h) for h in ("heads", "head", "classifier")) and last else 0
+    if isinstance(model, VisionTransformer):
+        classes = next((m.out_features for m in reversed(list(model.heads.modules())) if isinstance(m, nn.Linear)), 0)
+    side = int(getattr(model, "image_size", 224))
+    return {
+        "name": name,
+        "classes": classes,
+        "labels": labels if labels is not None else imagenet_labels(classes),
+        "channels": 3,
+        "preprocess": Preprocess((side, side), crop_pct=0.875, interpolation="bilinear"),
+        **about,
+    }

@@ -106,6 +106,10 @@ class AttentionCall(NamedTuple):
         key, value = (t.repeat_interleave(count, -3) for t in (self.key, self.value))
         return self._replace(key=key, value=value, enable_gqa=False)
 
+    def with_mask(self, mask: Tensor | None) -> dict[str, Any]:
+        """The arguments by name, with another mask."""
+        return self._replace(attn_mask=mask)._asdict()
+
     def masked(self, scores: Tensor) -> Tensor:
         mask = self.attn_mask
         if mask is None:
@@ -235,6 +239,37 @@ class AttentionTap(TorchFunctionMode):
     def activation(self, h: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """An elementwise activation."""
         return function(h)
+
+
+class Unseen(AttentionTap):
+    """Attention restricted to the keys `seen` [B,N], fused if the model's is."""
+
+    watches = False
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__()
+        self.seen = seen[:, None, None]
+
+    def scaled_dot_product_attention(
+        self,
+        func: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if attn_mask is None:
+            shown = self.seen
+        elif attn_mask.dtype == torch.bool:
+            shown = attn_mask & self.seen
+        else:
+            shown = attn_mask.masked_fill(~self.seen, -torch.inf)
+        return func(query, key, value, shown, *rest, **kwargs)  # type: ignore[no-any-return]
+
+    def attend(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(~self.seen, -torch.inf).softmax(-1)
 
 
 _MULTI_HEAD = (

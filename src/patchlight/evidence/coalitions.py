@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.watching import AttentionTap
+from patchlight.anatomy.watching import Unseen
 from patchlight.core.layout import Layout
-
-
-class Unseen(AttentionTap):
-    """Attention restricted to the keys `seen` [B,N], fused if the model's is."""
-
-    watches = False
-
-    def __init__(self, seen: Tensor) -> None:
-        super().__init__()
-        self.seen = seen[:, None, None]
-
-    def scaled_dot_product_attention(
-        self,
-        func: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if attn_mask is None:
-            shown = self.seen
-        elif attn_mask.dtype == torch.bool:
-            shown = attn_mask & self.seen
-        else:
-            shown = attn_mask.masked_fill(~self.seen, -torch.inf)
-        return func(query, key, value, shown, *rest, **kwargs)  # type: ignore[no-any-return]
-
-    def attend(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(~self.seen, -torch.inf).softmax(-1)
 
 
 def no_coalitions(vit: Anatomy) -> str | None:

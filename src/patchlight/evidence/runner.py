@@ -224,8 +224,7 @@ class Runner:
 
     def _merge(self, layer: int, x: Tensor) -> Tensor:
         """The input of a block; biases of the merging belong to the block before."""
-        merging = self.vit.merging(layer)
-        if merging is None:
+        if not self.vit.changes(layer):
             return x
         graph = self._graph(layer) and layer != self.first
         before = self.records.get(layer - 1)
@@ -233,7 +232,7 @@ class Runner:
             x.register_hook(self._hook_y(before))
         needs = self.needs(layer - 1) & {"bias"} if before is not None else frozenset[str]()
         record = before or Record(layer, x.detach())
-        with self.running(graph, record, needs, in_block=False, place=merging):
+        with self.running(graph, record, needs, in_block=False, place=self.vit.merging(layer)):
             return self.runs.merge(layer, x).to(self.vit.dtype)
 
     @staticmethod
@@ -272,7 +271,7 @@ class Runner:
 
     def _gradient(self, layer: int, gradient: Tensor) -> None:
         """Take the gradient of the tokens entering `layer`; its evidence is now complete, so its jobs run."""
-        if layer - 1 in self.records and self.vit.merging(layer) is None:
+        if layer - 1 in self.records and not self.vit.changes(layer):
             self.records[layer - 1].seen["gy"] = gradient
         if layer not in self.records or layer in self.finished:
             return

@@ -10,10 +10,11 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.watching import Unseen
 from patchlight.core.layout import Layout
 from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
-from patchlight.evidence.coalitions import Unseen, draw_coalitions, members_first, no_coalitions, seen_tokens
+from patchlight.evidence.coalitions import draw_coalitions, members_first, no_coalitions, seen_tokens
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.masking import owners

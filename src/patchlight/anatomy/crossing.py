@@ -1,0 +1,825 @@
+"""Crossing: a model's own forward, run and intercepted where it calls its blocks.
+
+Nothing of a model is written again. `embed` is the forward until the first block is called. `classified` is the forward
+on a blank input, where the last block returns the given tokens and all others are skipped. What a forward does between
+two blocks is the forward on a blank from the output of one to the input of the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from patchlight.anatomy.contract import Parts, Pooling
+from patchlight.anatomy.discovery import Discovery, discover, map_tensors, tensors_in
+from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image
+from patchlight.anatomy.watching import AttentionCall, AttentionTap, Unseen, watch_reach
+from patchlight.anatomy.windows import Merging, Pooled, Reach, Windows
+from patchlight.core.errors import PatchlightError, Unsupported, first_line
+from patchlight.core.layout import Geometry
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a forward calls a block.
+
+    `rest` and `named` are the arguments beside the tokens, which are the first or the one called `keyword`. `returned`
+    is the output for one blank image, and `fed` the shape of the tokens.
+    """
+
+    rest: tuple[Any, ...]
+    named: Mapping[str, Any]
+    keyword: str | None
+    fed: tuple[int, ...]
+    returned: Any
+
+    def run(
+        self,
+        block: nn.Module,
+        tokens: Tensor,
+        change: Callable[[Any], Any] = lambda value: value,
+        more: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """The output of the block for other tokens, with its other arguments changed, and `more` of them."""
+        rest, named = change(self.rest), change(dict(self.named))
+        if more:  # also of arguments that the forward gives without a name
+            names = list(inspect.signature(type(block).forward).parameters)[2:]
+            rest, named = (), dict(zip(names, rest, strict=False)) | named | dict(more)
+        out = block(tokens, *rest, **named) if self.keyword is None else block(**{self.keyword: tokens}, **named)
+        return tensors_in(out)[0]
+
+    def answer(self, tokens: Tensor) -> Any:
+        """An output of the block that contains these tokens."""
+        return _with_first(self.returned, tokens)
+
+    def blank(self, tokens: Tensor) -> Any:
+        """An output of the block for as many images as `tokens` has."""
+        out = tensors_in(self.returned)[0]
+        if out.shape[1:] == tokens.shape[1:]:
+            return self.answer(tokens)
+        return self.answer(tokens.new_zeros(len(tokens) * len(out) // self.fed[0], *out.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a forward calls a module that can be skipped."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    run: Callable[[], Any]
+    """Make the call."""
+
+    @property
+    def keyword(self) -> str | None:
+        """The argument that has the tokens; None for the first."""
+        return None if self.args else next(key for key, value in self.kwargs.items() if isinstance(value, Tensor))
+
+    @property
+    def tokens(self) -> Tensor:
+        keyword = self.keyword
+        found: Tensor = self.args[0] if keyword is None else self.kwargs[keyword]
+        return found
+
+    def recorded(self, returned: Any) -> BlockCall:
+        """The call, without its tokens."""
+        named = {key: value for key, value in self.kwargs.items() if key != self.keyword}
+        return BlockCall(self.args[1:], named, self.keyword, tuple(self.tokens.shape), returned)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The blocks of a hierarchical model, from the stage that it is opened at.
+
+    Args:
+        grids: The grid of each block, and of the output of the last.
+        tokens: The number of its tokens, and of the output of the last.
+        convolutions: Kernel, stride and padding of the convolution that merges patches before a block, by its number.
+    """
+
+    grids: Sequence[tuple[int, ...]]
+    tokens: Sequence[int]
+    convolutions: Mapping[int, tuple[int, int, int]]
+
+    @property
+    def end(self) -> int:
+        """Number of blocks of the first stage."""
+        return next((i for i, grid in enumerate(self.grids) if grid != self.grids[0]), len(self.grids)) or 1
+
+    @property
+    def late(self) -> bool:
+        """Whether a token joins the patches in a later stage."""
+        return any(count != grid[0] * grid[1] for grid, count in zip(self.grids, self.tokens, strict=True))
+
+    def merging(self, index: int) -> Merging | None:
+        """How patches are merged before a block."""
+        (rows, columns), coarse = self.grids[index - 1], cast(tuple[int, int], self.grids[index])
+        fine = rows, columns
+        if fine == coarse:
+            return None
+        step = fine[0] // coarse[0]
+        kernel, stride, padding = self.convolutions.get(index, (step, step, 0))
+        return Merging(fine, coarse, kernel, stride, padding)
+
+
+def found_in(
+    model: nn.Module,
+    run: Callable[[nn.Module, Tensor], Any],
+    shape: tuple[int, ...],
+    name: str,
+    prepare: Callable[[nn.Module], None] = lambda net: None,
+    dims: Sequence[int] = (1, 2),
+) -> Discovery:
+    """The blocks of a model, found by running it on two random inputs of this shape."""
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        found = discover(model, run, inputs, prepare, dims)
+    except PatchlightError as error:
+        raise PatchlightError(f"{name} cannot be opened: {error}") from error
+    except Exception as error:
+        reason = first_line(error).rstrip(".")
+        raise PatchlightError(
+            f"{name} does not take a preprocessed image of shape {[1, *shape]}: {reason}; give a preprocessing of the "
+            f"size it takes; if its input is not an image, {BY_HAND}"
+        ) from error
+    if found is None:
+        raise PatchlightError(f"{name} is a convolutional network: it has no attention between patches")
+    return found
+
+
+def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> dict[str, Any]:
+    """Where the tokens of a model are, as keywords of `CrossedAnatomy`.
+
+    Args:
+        found: What its forward shows.
+        size: The size of its input along each axis of the grid.
+        stage: The stage at which a hierarchical model is opened.
+        name: The name of the model in errors.
+    """
+    counts = [found.tokens(index) for index in range(len(found.blocks) + 1)]
+    about: dict[str, Any] = {"heads": found.heads, "pools": found.pools, "attentions": found.attentions}
+    if len(set(counts)) == 1:
+        (prefix, suffix), grid = found.constant, found.grid(0, sum(found.constant))
+        about |= {"paths": found.blocks, "prefix": prefix, "suffix": suffix, "order": found.order}
+        return {**about, "grid": grid, "geometry": _geometry(found, grid, size)}
+    begins = [0, *(i for i in range(1, len(found.blocks)) if counts[i] != counts[i - 1])]
+    if not -len(begins) <= stage < len(begins):
+        raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
+    first = begins[stage]
+    grids = [found.grid(index) for index in range(first, len(counts))]
+    merges = {i - first: c[0] for i, c in found.convolutions.items() if i > first}
+    merging = {i: (c.kernel[0], c.stride[0], c.padding[0]) for i, c in merges.items()}
+    about |= {
+        "attentions": found.attentions[first:],
+        "paths": found.blocks[first:],
+        "stages": Stages(grids, counts[first:], merging),
+        "prefix": 0,
+    }
+    return {**about, "grid": grids[0], "extent": size, "order": _coarser(found, grids[0])}
+
+
+def _geometry(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:
+    """What the cells cover, from the convolution that cuts them."""
+    covers = found.covers()
+    dims = None if found.dims == (1, 2) else found.dims
+    unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
+    if covers is None:
+        return Geometry.even(grid, size, unit=unit, dims=dims)
+    sides = [
+        [float(side) for side in sides] for sides in zip(*((c.step, c.cell, -c.before) for c in covers), strict=True)
+    ]
+    step, cell, begin = (tuple(side) for side in sides)
+    return Geometry(size, step, cell, begin, unit, dims)
+
+
+def _coarser(found: Discovery, grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order of the cells of a coarser grid: a model that pools tokens in place keeps the order of the first."""
+    if found.order is None or found.stem is None or found.order == tuple(range(len(found.order))):
+        return None
+    fine = torch.tensor(found.order).view(found.stem.grid)
+    step = found.stem.grid[0] // grid[0]
+    return tuple((fine[::step, ::step].flatten() % math.prod(grid)).tolist())
+
+
+@dataclass
+class Sites:
+    """The blocks and classifiers of a twin, and how its forward calls the blocks."""
+
+    net: nn.Module
+    blocks: list[nn.Module]
+    heads: list[nn.Module]
+    calls: list[BlockCall] | None = None
+
+    def index(self, module: nn.Module) -> int | None:
+        """The number of a block; None for another module."""
+        return next((i for i, block in enumerate(self.blocks) if block is module), None)
+
+
+class CrossedAnatomy(Anatomy):
+    """A model opened at `paths`, the modules that are its blocks, in the order in which its forward calls them.
+
+    Subclasses may define `call`, how the model is run, `logits_of`, where its output has the logits, and `head_paths`,
+    its classifiers. The probe finds which tokens the logits depend on, where the forward does something between two
+    blocks, and whether tokens can be dropped.
+    """
+
+    channels_last = True
+    """Whether maps that its blocks take or return are [B,h,w,D]."""
+    blocks_name = "blocks"
+    """What the blocks are called in errors."""
+    head_paths: Sequence[str] = ()
+    """The classifiers, whose input is the features that other heads read."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        paths: Sequence[str],
+        stages: Stages | None = None,
+        pools: bool = False,
+        attentions: Sequence[str] = (),
+        **about: Any,
+    ) -> None:
+        self.paths, self.pools, self.attentions = list(paths), pools, list(attentions)
+        self.reaches: list[Slots | None] = []
+        """Which tokens the attention of each block connects, if not all with all."""
+        self.stages, self.hierarchical = stages, stages is not None
+        if stages is not None and stages.late:
+            self.can_attend = "a token joins the patches in a later stage"
+        self.breaks: frozenset[int] = frozenset()
+        """Blocks whose input is not the output of the block before."""
+        self.beyond = ""
+        """What the blocks do beside the attention and MLP of a plain block; "" where that is all."""
+        self._one_blank = True
+        self._pooling_given = "pooling" in about
+        super().__init__(model, **{"pooling": "cls", "heads": 1, "classes": 1, **about})
+
+    @property
+    def stage_end(self) -> int:
+        return 0 if self.stages is None else self.stages.end
+
+    @property
+    def tokens_read(self) -> int:
+        return self.tokens if self.stages is None else self.stages.tokens[-1]
+
+    def width_of(self, index: int) -> int:
+        return self.calls[index].fed[-1]
+
+    def merging(self, index: int) -> Merging | None:
+        return None if self.stages is None or not 0 < index < self.depth else self.stages.merging(index)
+
+    @property
+    def sites(self) -> Sites:
+        """The blocks and classifiers of the twin."""
+        running = self.running
+        if running.sites is None or running.sites.net is not running.net:
+            found = [[running.net.get_submodule(path) for path in paths] for paths in (self.paths, self.head_paths)]
+            running.sites = Sites(running.net, *found)
+        sites: Sites = running.sites
+        return sites
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return self.sites.blocks
+
+    @property
+    def calls(self) -> list[BlockCall]:
+        """How the forward calls its blocks, seen with a blank input."""
+        sites = self.sites
+        if sites.calls is None:
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                sites.calls = self.record(self._blanks(1))[1]
+        return sites.calls
+
+    def watch(self) -> None:
+        super().watch()
+        self.make_skippable()
+        self._watch_reaches()
+
+    def _watch_reaches(self) -> None:
+        """Let taps know the windows of each attention."""
+        for path, slots in zip(self.attentions, self.reaches, strict=False):
+            if slots is not None:
+                watch_reach(self.net.get_submodule(path), slots.reach(self.device))
+
+    def make_skippable(self) -> None:
+        """Let the forward of the twin be intercepted at its blocks and classifiers."""
+        for module in (*self.sites.blocks, *self.sites.heads):
+            if not hasattr(type(module), "skippable"):
+                module.__class__ = _skippable(cast(Any, type(module)))
+
+    def call(self, images: Tensor) -> Any:
+        """Run the twin as its users run the model."""
+        return self.net(images)
+
+    def logits_of(self, out: Any, rows: int) -> Tensor:
+        """The logits [rows,C] in the output of the model."""
+        return tensors_in(getattr(out, "logits", out))[0]
+
+    def whole(self, images: Tensor) -> Tensor:
+        return self.logits_of(self.call(images), len(images))
+
+    def embed(self, images: Tensor) -> Tensor:
+        return self._enter(0, {}, images)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        call, block = self.calls[index], self.blocks[index]
+        tokens = self.unflat(tokens, call.fed)
+        if positions is None:
+            return self.flat(call.run(block, tokens))
+        places = self.places(positions)
+        with KeptScores(places, self.tokens):
+            kept = partial(gathered, places=places, keep=positions, count=self.tokens)
+            return call.run(block, tokens, lambda value: map_tensors(value, kept), self.dropping(positions))
+
+    def dropping(self, positions: Tensor) -> dict[str, Tensor]:
+        """Arguments that a block needs beside those of the forward when only the cells at `positions` are left."""
+        return {}
+
+    def changes(self, index: int) -> bool:
+        return index in self.breaks
+
+    def merge(self, index: int, tokens: Tensor) -> Tensor:
+        if index not in self.breaks:
+            return tokens
+        return self._enter(index, {index - 1: tokens}, self._blanks(len(tokens)))
+
+    def classified(self, tokens: Tensor) -> Tensor:
+        return self._behind(tokens, self._blanks(1 if self._one_blank else len(tokens)))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """The input of the classifier, or the mean of the inputs of several; the logits if there is none."""
+        seen: list[Tensor] = []
+        if not self.head_paths:
+            return self.classified(tokens)
+        self._behind(tokens, self._blanks(1 if self._one_blank else len(tokens)), seen.append)
+        return seen[0] if len(seen) == 1 else torch.stack(seen).mean(0)
+
+    def classify(self, features: Tensor) -> Tensor:
+        outputs = [head(features) for head in self.sites.heads]
+        return outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0) if outputs else features
+
+    def record(self, images: Tensor) -> tuple[Tensor, list[BlockCall], list[Tensor]]:
+        """The logits of the plain forward, the calls of its blocks, and the tokens that enter them."""
+        sites, calls, inputs, order = self.sites, list[BlockCall](), list[Tensor](), list[int | None]()
+
+        def see(site: Site) -> Any:
+            out = site.run()
+            index = sites.index(site.module)
+            if index is not None:
+                order.append(index)
+                calls.append(site.recorded(out))
+                inputs.append(self.flat(site.tokens))
+            return out
+
+        try:
+            with _crossing(see):
+                out = self.call(images)
+        except Exception as error:
+            raise PatchlightError(
+                f"{self.name} does not take an image of shape {list(images.shape)}: {first_line(error)}; give "
+                f"preprocess=pl.Preprocess((height, width)) and channels= of the images it takes, or {BY_HAND}"
+            ) from error
+        depth, count = len(self.paths), len(order)
+        if order != list(range(depth)):
+            often = (
+                f"runs its {self.blocks_name} {count // depth} times for one image, and only one run can be opened"
+                if count and order == list(range(depth)) * (count // depth)
+                else f"calls the blocks of its {self.blocks_name} {count} times for one image, but there are {depth}"
+            )
+            raise PatchlightError(f"{self.name} {often}; wrap a module that runs it once, or {BY_HAND}")
+        return self.logits_of(out, len(images)), calls, inputs
+
+    def _blanks(self, count: int) -> Tensor:
+        return torch.zeros(count, *self.input_shape, device=self.device, dtype=self.dtype)
+
+    def _skip(self, index: int, fed: Tensor, given: int, tokens: Tensor | None) -> Any:
+        """The output of a block that is not run: the given tokens if it is the block `given`, otherwise a blank."""
+        call = self.calls[index]
+        if index != given or tokens is None:
+            return call.blank(fed)
+        return call.answer(self.unflat(tokens, tensors_in(call.returned)[0].shape))
+
+    def _enter(self, index: int, states: Mapping[int, Tensor], images: Tensor) -> Tensor:
+        """The tokens that enter a block, given the output of a block before."""
+        sites, (given, tokens) = self.sites, next(iter(states.items()), (-1, None))
+
+        def at(site: Site) -> Any:
+            number = sites.index(site.module)
+            if number == index:
+                raise _Entered(site.tokens)
+            return site.run() if number is None else self._skip(number, site.tokens, given, tokens)
+
+        try:
+            with _crossing(at), _flowing(), contextlib.nullcontext() if index == 0 else self._hidden():
+                self.call(images)
+        except _Entered as entered:
+            return self.flat(entered.tokens)
+        raise PatchlightError(f"the forward of {self.name} does not call the blocks of its {self.blocks_name}")
+
+    def after_first(self, images: Tensor) -> Tensor:
+        """The tokens that leave the first block."""
+
+        def at(site: Site) -> Any:
+            raise _Entered(tensors_in(site.run())[0])
+
+        try:
+            with _crossing(at), _flowing():
+                self.call(images)
+        except _Entered as entered:
+            return self.flat(entered.tokens)
+        raise PatchlightError(f"the forward of {self.name} does not call '{self.paths[0]}'")
+
+    def _behind(self, tokens: Tensor, images: Tensor, see: Callable[[Tensor], None] = lambda features: None) -> Tensor:
+        """The logits of the forward when its last block returns `tokens` and the others are skipped.
+
+        `see` gets the input of each classifier.
+        """
+        sites, last = self.sites, len(self.paths) - 1
+
+        def at(site: Site) -> Any:
+            number = sites.index(site.module)
+            if number is not None:
+                return self._skip(number, site.tokens, last, tokens)
+            see(site.tokens)
+            return site.run()
+
+        with _crossing(at), _flowing(), self._hidden():
+            return self.logits_of(self.call(images), len(tokens))
+
+    def flat(self, tokens: Tensor) -> Tensor:
+        """Cells of a map as tokens [B,N,D]."""
+        if tokens.ndim == 3:
+            return tokens
+        return tokens.flatten(1, -2) if self.channels_last else tokens.flatten(2).mT
+
+    def unflat(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+        """Tokens [B,N,D] as a map of this shape."""
+        if len(shape) == 3:
+            return tokens
+        last = self.channels_last
+        found: Tensor = tokens.unflatten(1, tuple(shape[1:-1])) if last else tokens.mT.unflatten(2, tuple(shape[2:]))
+        return found
+
+    def _hidden(self) -> contextlib.AbstractContextManager[None]:
+        """Hide the projected patches of a blank image from taps."""
+        return contextlib.nullcontext() if self.projection() is None else self.projecting(None)
+
+    def check(self) -> None:
+        """Check that the forward can be crossed at its blocks, then check it like every model."""
+        stops = None if self.bare is not None else self._cross()
+        super().check()
+        self.gradient = self.gradient or stops
+
+    def _cross(self) -> str | None:
+        """Compare parts and whole, and find the pooling; returns why no gradient flows there, or None."""
+        with torch.inference_mode(False), torch.no_grad(), self.steady():
+            image = random_image(self)
+            whole, calls, inputs = self.record(image)
+            self._see_constants(calls)
+            outputs = [self.flat(tensors_in(call.returned)[0]) for call in calls]
+            self.breaks = frozenset(i for i in range(1, len(calls)) if not _same(inputs[i], outputs[i - 1]))
+            tokens = self.embed(image)
+            if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # reported for every model
+                return None
+            if self.stages is not None and not self.reaches:
+                self.reaches = [self._see_reach(index, inputs[index]) for index in range(len(calls))]
+                self._watch_reaches()
+            last = self.run(tokens)
+            self.beyond = self._see_beyond(tokens)
+            self._compare(whole, last, outputs[-1], image)
+            self._see_batches(last)
+            self.can_drop = type(self).can_drop or self._see_drop(tokens)
+            return self._see_pooling(last)
+
+    def _see_reach(self, index: int, tokens: Tensor) -> Slots | None:
+        """Which tokens the attention of a block connects; None if all, or if it cannot be found.
+
+        Changing the tokens whose number has a bit set changes the scores of exactly the windows' places that hold them.
+        """
+        count, tap = tokens.shape[1], ScoreTap()
+
+        def scores(some: Tensor) -> Tensor | None:
+            with tap:
+                self.block(index, some)
+            return tap.scores
+
+        try:
+            base = scores(tokens)
+            if base is None or base.shape[-2:] == (count, count):
+                return None
+            if base.shape[-1] != base.shape[-2]:
+                return self._see_pooled(index, base)
+            noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(tokens)
+            numbers = torch.arange(1, count + 1, device=tokens.device)
+            codes = torch.zeros(len(base), base.shape[-1], dtype=torch.long, device=tokens.device)
+            for bit in range((count + 1).bit_length()):
+                shown = scores(tokens + noise * (numbers >> bit & 1)[None, :, None].to(tokens))
+                changed = (cast(Tensor, shown) != base).diagonal(dim1=-2, dim2=-1).any(1)
+                codes += changed.long() << bit
+        except Unsupported:
+            return None
+        if sorted(codes[codes > 0].tolist()) != numbers.tolist():
+            return None
+        allowed = base.softmax(-1).amax(1) > 1e-30  # a mask of large negative numbers, or of infinity
+        return Slots((codes - 1).cpu(), None if bool(allowed.all()) else allowed.cpu())
+
+    def _see_pooled(self, index: int, scores: Tensor) -> Slots | None:
+        """Attention to tokens that a convolution inside the block merges."""
+        grid = cast(Stages, self.stages).grids[index]
+        for module in self.blocks[index].modules():
+            step = int(module.stride[0]) if isinstance(module, nn.Conv2d) else 1
+            coarse = grid[0] // step, grid[1] // step
+            if step > 1 and tuple(scores.shape[-2:]) == (math.prod(grid), math.prod(coarse)):
+                return Slots(merging=Merging((grid[0], grid[1]), coarse, step, step))
+        return None
+
+    def _see_beyond(self, tokens: Tensor) -> str:
+        """Compare the first token of the last block with what its named parts compute."""
+        if self.stages is not None:
+            return "its attention is within windows or to pooled tokens"
+        self.beyond = ""
+        parts = self.parts(self.depth - 1) if self.depth else Parts()
+        named = (parts.norm1, parts.norm2, parts.out, parts.fc1, parts.activation, parts.fc2, parts.qkv)
+        if parts.beyond or any(part is None for part in named):
+            return parts.beyond
+        before = self.run(tokens, stop=self.depth - 1)
+        try:
+            same = alike(self.block(self.depth - 1, before)[:, :1], self.first_row(before), 1e-4)
+        except Unsupported:  # a projection that is not linear
+            return ""
+        return "" if same else "its blocks do more than attention and an MLP, each behind a norm"
+
+    def _see_constants(self, calls: Sequence[BlockCall]) -> None:
+        """Refuse blocks that read something of the image besides their tokens."""
+        for here, blank in zip(calls, self.calls, strict=True):
+            pairs = zip(tensors_in([here.rest, here.named]), tensors_in([blank.rest, blank.named]), strict=False)
+            if not all(_same(a, b) for a, b in pairs):
+                raise Unsupported(
+                    f"{self.name} cannot be opened at its blocks: they read more of the image than their tokens; "
+                    f"{BY_HAND}"
+                )
+
+    def _compare(self, whole: Tensor, last: Tensor, end: Tensor, image: Tensor) -> None:
+        """Refuse a forward that reads more than the tokens of the last block, and say what."""
+        try:
+            logits = self._behind(last, torch.zeros_like(image))
+        except Exception as error:
+            raise PatchlightError(
+                f"what {self.name} does behind its backbone cannot be run by itself: {first_line(error)}; {BY_HAND}"
+            ) from error
+        if alike(whole, logits):
+            return
+        if not alike(end, last):
+            why, worst = "its forward, or a hook, does more than call one block after the other", (end, last)
+        elif alike(whole, self._behind(last, image)):
+            why, worst = "its head also reads the image", (whole, logits)
+        else:
+            why, worst = (
+                "its head reads more than the tokens of the last block, for example those of other blocks",
+                (whole, logits),
+            )
+        what = "tokens" if worst[0] is end else "logits"
+        raise PatchlightError(
+            f"{self.name} gives other {what} than its backbone and head put together (they differ by "
+            f"{distance(*worst):.2g}, the largest is {float(worst[0].abs().max()):.2g}): {why}; {BY_HAND}"
+        )
+
+    def _see_batches(self, last: Tensor) -> None:
+        """Check that one blank image works for a batch of any size, unless the forward reads the batch size."""
+        some = torch.cat([last, last.flip(2), last.roll(1, 2)])
+        single = torch.cat([self.classified(row[None]) for row in some])
+        for self._one_blank in (True, False):
+            with contextlib.suppress(Exception):
+                if alike(self.classified(some), single):
+                    return
+        raise PatchlightError(
+            f"{self.name} gives an image other logits alone than in a batch, which is not supported; {BY_HAND}"
+        )
+
+    def _see_drop(self, tokens: Tensor) -> str | None:
+        """Why tokens cannot be dropped: dropping must equal hiding their keys, and the head must take any number."""
+        if self.stages is not None:
+            return "each of its stages merges patches of a complete grid"
+        if self.breaks:
+            return "its forward changes the tokens between its blocks"
+        keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
+        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
+        seen[0, self.places(keep)[0]] = True
+        try:
+            kept, hidden = self.gather(tokens, keep), tokens
+            for index in range(self.depth):
+                kept = self.block(index, kept, keep)
+                with Unseen(seen):
+                    hidden = self.block(index, hidden)
+        except Exception as error:
+            return f"its blocks need every token ({first_line(error)})"
+        if not alike(self.gather(hidden, keep), kept, 1e-4):
+            return "its blocks compute other tokens when some are left out than when these are hidden from attention"
+        end = kept.shape[1] - self.suffix
+        turned = torch.cat([kept[:, : self.prefix], kept[:, self.prefix : end].flip(1), kept[:, end:]], 1)
+        try:
+            same = alike(self.classified(kept), self.classified(turned), 1e-4)
+        except Exception as error:
+            return f"its head takes exactly {self.tokens} tokens ({first_line(error)})"
+        return None if same else "its head reads tokens by their place in the grid"
+
+    def _see_pooling(self, last: Tensor) -> str | None:
+        """Find the pooling from the tokens that the logits depend on; returns why there is no gradient, or None."""
+        equal = last.mean(1, keepdim=True).expand_as(last) + 0  # all tokens the same
+        sizes = [self._sizes(tokens) for tokens in (last, equal)]
+        if sizes[0] is None or sizes[1] is None:
+            return "its head passes no gradient (a detach, inference_mode, or a step function)"
+        reads, shares = sizes[0] > 1e-6 * sizes[0].max(), sizes[1] / sizes[1].sum()
+        if not self._pooling_given:
+            shares = shares if bool(shares.isfinite().all()) else sizes[0] / sizes[0].sum()
+            self.pooling = "map" if self.pools and self._pools(last) else self._pooling(reads, shares)
+        return None
+
+    def _pools(self, last: Tensor) -> bool:
+        """Whether the logits are read through one attention behind the blocks."""
+        tap = AttentionTap()
+        try:
+            with torch.enable_grad(), tap:
+                logits = self.classified(last.detach().requires_grad_()).sum()
+        except Unsupported:
+            self.can_attend = "its classifier reads the tokens through more than one attention"
+            return False
+        if tap.matrix is None:
+            return False
+        (gradient,) = torch.autograd.grad(logits, tap.matrix, allow_unused=True)
+        return gradient is not None and bool(gradient.any())
+
+    def _sizes(self, tokens: Tensor) -> Tensor | None:
+        """Size of the gradient of the logits at each token [N]; None if there is no gradient."""
+        with torch.enable_grad():
+            leaf = tokens.detach().requires_grad_()
+            logits = self.classified(leaf)
+            if not logits.requires_grad:
+                return None
+            weights = torch.randn(3, logits.shape[1], generator=torch.Generator().manual_seed(0)).to(logits)
+            options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            found = torch.stack([torch.autograd.grad(logits, leaf, w[None], **options)[0][0] for w in weights])
+        return found.float().norm(dim=2).sum(0) if bool(found.any()) else None
+
+    def _pooling(self, reads: Tensor, shares: Tensor) -> Pooling:
+        """The pooling, from which tokens are read [N] and their gradient shares [N] where all tokens are equal.
+
+        A mean over all tokens counts as one over patches, and unequal weights as equal ones, because `pool_row` has no
+        other forms.
+        """
+        prefix = self.prefix if self.stages is None else self.stages.tokens[-1] - math.prod(self.stages.grids[-1])
+        first, patches = prefix > 0 and bool(reads[0]), bool(reads[prefix:].any())
+        if first and not patches:
+            return "cls+dist" if prefix > 1 and bool(reads[1]) else "cls"
+        return "cls+avg" if first and float(shares[0]) > 2 * float(shares[prefix:].mean()) else "avg"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which tokens an attention connects: windows as in `Windows`, or pooled keys as in `Pooled`; without a device."""
+
+    slots: Tensor | None = None
+    allowed: Tensor | None = None
+    merging: Merging | None = None
+
+    def reach(self, device: torch.device) -> Reach:
+        """The same on a device."""
+        if self.slots is None:
+            return Pooled(cast(Merging, self.merging))
+        return Windows(self.slots.to(device), None if self.allowed is None else self.allowed.to(device))
+
+
+class ScoreTap(AttentionTap):
+    """Keep the scores of attention before their softmax."""
+
+    scores: Tensor | None = None
+
+    def attend(self, scores: Tensor) -> Tensor:
+        self.scores = scores
+        return super().attend(scores)
+
+
+class KeptScores(TorchFunctionMode):
+    """Inside, a mask or bias of attention over all N tokens is restricted to the kept `places` [B,k]."""
+
+    def __init__(self, places: Tensor, count: int) -> None:
+        super().__init__()
+        self._places, self._count = places, count
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
+            call = AttentionCall(*args, **(kwargs or {}))
+            mask = call.attn_mask
+            if mask is not None and mask.shape[-1] == self._count != call.key.shape[-2]:
+                mask = gathered(mask, self._places, self._places, self._count)
+            return func(**call.with_mask(mask))
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int) -> Tensor:
+    """An argument of a block, restricted to the kept tokens, one row per image.
+
+    An axis of length `count` belongs to all tokens and is read at `places` [B,p]; one as long as the grid belongs to
+    its cells and is read at `keep` [B,k]. A tensor without such an axis is unchanged.
+
+    >>> table = torch.arange(4)[:, None]
+    >>> gathered(table, torch.tensor([[0, 3]]), torch.tensor([[2]]), 4).flatten().tolist()
+    [0, 3]
+    """
+    cells = count - places.shape[1] + keep.shape[1]
+    size = next((size for size in (count, cells) if size in value.shape), None)
+    if size is None:
+        return value
+    index = places if size == count else keep
+    alone = value.ndim == 2
+    value = value[0] if not alone and len(value) == 1 else value
+    axes = [axis for axis in range(value.ndim) if value.shape[axis] == size]
+    if axes[-2:] == [value.ndim - 2, value.ndim - 1]:
+        found = value[..., index[:, :, None], index[:, None, :]].movedim(-3, 0)
+    else:
+        axis = axes[0]
+        found = value.index_select(axis, index.flatten()).unflatten(axis, index.shape).movedim(axis, 0)
+    return found[:, None] if alone else found
+
+
+class _Entered(BaseException):
+    """Raised when a block is called; a BaseException, so that the module's own handlers do not catch it."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
+_LOCAL = threading.local()
+"""What this thread does where a forward calls a block; twins are shared by all threads."""
+
+
+@contextlib.contextmanager
+def _crossing(at: Callable[[Site], Any]) -> Iterator[None]:
+    before = getattr(_LOCAL, "at", None)
+    _LOCAL.at = at
+    try:
+        yield
+    finally:
+        _LOCAL.at = before
+
+
+@cache
+def _skippable(kind: Any) -> Any:
+    """A subclass of this module type that can be skipped together with its hooks."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        at: Callable[[Site], Any] | None = None if torch.compiler.is_compiling() else getattr(_LOCAL, "at", None)
+        if at is None:
+            return kind.__call__(self, *args, **kwargs)
+        return at(Site(self, args, kwargs, lambda: kind.__call__(self, *args, **kwargs)))
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "skippable": True})
+
+
+class _Flowing(TorchFunctionMode):
+    """Inside, `no_grad` in a forward (as in one that trains only its head) has no effect on the backbone."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled and not _called_by_us(sys._getframe(1)):
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _called_by_us(frame: Any) -> bool:
+    """Whether the caller is a function of Patchlight, not of the module."""
+    while str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "patchlight"
+
+
+def _flowing() -> contextlib.AbstractContextManager[Any]:
+    return _Flowing() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+def _with_first(out: Any, tokens: Tensor) -> Any:
+    """An output of a block, with other tokens."""
+    first = tensors_in(out)[0]
+    return map_tensors(out, lambda tensor: tokens if tensor is first else tensor)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)

@@ -1,0 +1,384 @@
+"""Finding the blocks of a model and the layout of its tokens, from one run of its forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from patchlight.anatomy.twin import Twin
+from patchlight.core.errors import PatchlightError
+
+_ATTENTION = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A strided convolution: its path, the grid of its output, and what a cell of it covers."""
+
+    path: str
+    grid: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cover:
+    """What the cells of one axis cover: `count` of them, `step` apart, each `cell` long, the first from -`before`."""
+
+    step: int
+    cell: int
+    before: int
+    count: int
+
+    def owners(self, size: int) -> Tensor:
+        """The cell that each element of the input belongs to [size]; -1 where none or several do."""
+        inside = torch.arange(size)[None] - (self.step * torch.arange(self.count) - self.before)[:, None]
+        covered = (inside >= 0) & (inside < self.cell)
+        return torch.where(covered.sum(0) == 1, covered.long().argmax(0), -1)
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What one run of a forward shows.
+
+    Args:
+        blocks: Paths of the blocks, in the order in which they are called.
+        attentions: The part of each block that contains its attention.
+        shapes: The shape of the tokens that enter each block, for one input.
+        end: The shape of the tokens that leave the last block, for one input.
+        pools: Whether attention follows the blocks, as in attention pooling.
+        convolutions: The convolutions before each block, the strided ones among them in the order of their calls.
+        constant: How many tokens before block 0, at the start and at the end, do not depend on the input.
+        dims: The dimension of one input that each axis of the grid is.
+        order: The place of each cell among the grid tokens before block 0; None where it was not found.
+        heads: The number of attention heads of the last block.
+    """
+
+    blocks: list[str]
+    attentions: list[str]
+    shapes: list[tuple[int, ...]]
+    end: tuple[int, ...]
+    pools: bool
+    convolutions: dict[int, list[Convolution]]
+    constant: tuple[int, int]
+    dims: tuple[int, ...] = (1, 2)
+    order: tuple[int, ...] | None = None
+    heads: int = 1
+
+    def covers(self) -> list[Cover] | None:
+        """What the cells before block 0 cover along each axis; None where several convolutions cut them."""
+        stem, grid = self.stem, self.grid(0, sum(self.constant))
+        if stem is None or grid[-len(stem.grid) :] != stem.grid:
+            return None
+        frames = len(grid) - len(stem.grid)  # frames that are cut one by one
+        sides = zip(stem.stride, stem.kernel, stem.padding, stem.grid, strict=True)
+        return [Cover(1, 1, 0, grid[0])] * frames + [Cover(*side) for side in sides]
+
+    @property
+    def stem(self) -> Convolution | None:
+        """The convolution that cuts the input into patches; None if there is none."""
+        return next(iter(self.convolutions.get(0, [])), None)
+
+    def tokens(self, index: int) -> int:
+        """Number of tokens that enter a block, or that leave the last."""
+        return math.prod((*self.shapes, self.end)[index][1:-1])
+
+    def grid(self, index: int, prefix: int = 0) -> tuple[int, ...]:
+        """The grid of a block: as fine as the patches that the input is cut into, or coarser by a whole number.
+
+        Raises:
+            PatchlightError: The tokens of the block are not on a grid.
+        """
+        if self.stem is None:
+            raise PatchlightError("no convolution cuts the image into patches, so they cannot be located")
+        fine, count = self.stem.grid, self.tokens(index) - prefix
+        if count % math.prod(fine) == 0:  # also several frames, each of which is cut by itself
+            return fine if count == math.prod(fine) else (count // math.prod(fine), *fine)
+        for joined in (0, 1):  # a token may join in a late stage
+            step = math.isqrt(math.prod(fine) // max(count - joined, 1))
+            coarse = tuple(-(-side // max(step, 1)) for side in fine)
+            if math.prod(coarse) == count - joined:
+                return coarse
+        raise PatchlightError(f"{count} tokens are not a grid over the {fine[0]} x {fine[-1]} patches of the image")
+
+
+def discover(
+    model: nn.Module,
+    run: Callable[[nn.Module, Tensor], Any],
+    inputs: Tensor,
+    prepare: Callable[[nn.Module], None] = lambda net: None,
+    dims: Sequence[int] = (1, 2),
+) -> Discovery | None:
+    """Find the blocks of a model: the outermost modules of one class in a list that each contain one attention.
+
+    Args:
+        model: The model, which is only read.
+        run: How a copy of it is run on inputs.
+        inputs: Two different inputs [2,...].
+        prepare: What is done to the copy before.
+        dims: The dimensions of one input, in the order of the axes of the grid.
+
+    Returns:
+        None where there is no attention between tokens.
+    """
+    twin = Twin(model)
+    copies: list[nn.Module] = []
+    twin.renew(copies.append)
+    net = copies[0]
+    prepare(net)
+    watch = _Watch(net)
+    with torch.inference_mode(False), torch.no_grad(), watch:
+        run(net, inputs)
+    chosen = watch.chosen()
+    if not chosen:
+        return None
+    entries, last = [watch.entries[id(module)] for module in chosen], id(chosen[-1])
+    found = Discovery(
+        [watch.paths[id(module)] for module in chosen],
+        [watch.part_with_attention(module) for module in chosen],
+        [(1, *tokens.shape[1:]) for tokens in entries],
+        (1, *watch.outputs[last].shape[1:]),
+        len(watch.stacks) > watch.ends[last],
+        watch.convolutions(chosen),
+        _constant(entries[0]),
+        tuple(dims),
+        heads=watch.heads[watch.ends[last] - 1],
+    )
+
+    def embed(some: Tensor) -> Tensor:
+        try:
+            run(net, some)
+        except _Reached as reached:
+            return reached.tokens
+        raise AssertionError("the first block is called")
+
+    chosen[0].register_forward_pre_hook(_stop, with_kwargs=True)
+    with torch.inference_mode(False), torch.no_grad():
+        return replace(found, order=_order(found, embed, inputs[:1]))
+
+
+def discover_stages(model: nn.Module, inputs: Tensor) -> list[tuple[str, tuple[int, ...]]]:
+    """The modules that end the stages of a network, in order, and the shapes of their outputs for these inputs."""
+    copies: list[nn.Module] = []
+    Twin(model).renew(copies.append)
+    watch = _Watch(copies[0])
+    with torch.inference_mode(False), torch.no_grad(), watch:
+        copies[0](inputs)
+    return watch.stage_ends()
+
+
+def map_size(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sides of a feature map [B,C,h,w] or [B,h,w,C], or the number of tokens [B,n,D]."""
+    if len(shape) == 3:
+        return (shape[1],)
+    return tuple(shape[1:3]) if channels_last(shape) else tuple(shape[2:])
+
+
+def channels_last(shape: Sequence[int]) -> bool:
+    """Whether a map of square cells has its channels in the last dimension."""
+    return shape[1] == shape[2] != shape[3]
+
+
+class _Reached(BaseException):
+    """Raised where the first block is called."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+
+def _stop(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    raise _Reached(tensors_in([args, kwargs])[0])
+
+
+@dataclass
+class _Visit:
+    """One call of a module: how many attentions came before its start and its end."""
+
+    module: nn.Module
+    start: int
+    end: int = 0
+
+
+@dataclass
+class _Watch(TorchFunctionMode):
+    """Inside, the calls of modules and of attention are recorded."""
+
+    net: nn.Module
+    visits: list[_Visit] = field(default_factory=list)
+    stacks: list[list[int]] = field(default_factory=list)
+    """For each attention, the calls of modules that it happens in, from the outside."""
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    open: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.paths: dict[int, str] = {id(module): path for path, module in self.net.named_modules()}
+        self.ends: dict[int, int] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.heads: list[int] = []
+        self.strided: list[tuple[int, Convolution]] = []
+        parents = dict(self.net.named_modules())
+        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        self.listed = {
+            id(module)
+            for path, module in parents.items()
+            if path and isinstance(parents[path.rpartition(".")[0]], lists)
+        }
+        for module in self.net.modules():
+            module.register_forward_pre_hook(self._begin, with_kwargs=True)
+            module.register_forward_hook(self._end)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.open.append(len(self.visits))
+        self.visits.append(_Visit(module, len(self.stacks)))
+        tokens = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if tokens is not None:
+            self.entries.setdefault(id(module), tokens.detach())
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        number = self.open.pop()
+        self.visits[number].end = self.ends[id(module)] = len(self.stacks)
+        self.outputs |= {id(module): tokens.detach() for tokens in tensors_in(out)[:1]}
+        if isinstance(module, _ConvNd) and max(module.stride) > 1 and isinstance(out, Tensor):
+            padding = module.padding if isinstance(module.padding, tuple) else (0,) * len(module.stride)
+            shape = tuple(out.shape[2:])
+            found = Convolution(self.paths[id(module)], shape, module.kernel_size, module.stride, padding)
+            self.strided.append((number, found))
+
+    def convolutions(self, blocks: list[nn.Module]) -> dict[int, list[Convolution]]:
+        """The strided convolutions before each block and after the one before."""
+        starts = [next(i for i, visit in enumerate(self.visits) if visit.module is block) for block in blocks]
+        inside = tuple(f"{self.paths[id(block)]}." for block in blocks)
+        found: dict[int, list[Convolution]] = {}
+        for number, convolution in self.strided:
+            index = sum(start < number for start in starts)
+            if not convolution.path.startswith(inside):
+                found.setdefault(index, []).append(convolution)
+        return found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _ATTENTION and (name != "softmax" or args[0].ndim >= 3):
+            self.stacks.append(list(self.open))
+            self.heads.append(args[4] if name == "multi_head_attention_forward" else args[0].shape[-3])
+        return func(*args, **(kwargs or {}))
+
+    def chosen(self) -> list[nn.Module]:
+        """The longest run of attentions, each alone in its own module of one class; else two in each module.
+
+        Of several classes the one whose modules keep the shape of their tokens, then the outermost.
+        """
+        best: list[nn.Module] = []
+        for count in (1, 2):
+            chains = [self._around(stack, count) for stack in self.stacks[::count]]
+            runs = [self._run(module, chains[start:]) for start, chain in enumerate(chains) for module in chain]
+            best = max(runs, key=lambda run: (len(run), self._keeps_shape(run)), default=[])
+            if best:
+                break
+        return best
+
+    def part_with_attention(self, block: nn.Module) -> str:
+        """The path of the child of a block in which its attention happens; the block itself if it is there."""
+        for stack in self.stacks:
+            modules = [self.visits[number].module for number in stack]
+            place = next((i for i, module in enumerate(modules) if module is block), None)
+            if place is not None:
+                return self.paths[id(modules[min(place + 1, len(modules) - 1)])]
+        return self.paths[id(block)]
+
+    def stage_ends(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The outermost members of lists after which the size of the map changes, and the shapes of their outputs."""
+        ends: list[tuple[str, tuple[int, ...]]] = []
+        inside = ""
+        for visit in self.visits:
+            path, out = self.paths[id(visit.module)], self.outputs.get(id(visit.module))
+            if id(visit.module) not in self.listed or out is None or (inside and path.startswith(inside)):
+                continue
+            inside, shape = f"{path}.", tuple(out.shape)
+            if out.ndim in (3, 4):
+                same = ends and map_size(ends[-1][1]) == map_size(shape)
+                ends = [*ends[: -1 if same else None], (path, shape)]
+        return ends
+
+    def _around(self, stack: list[int], count: int) -> list[nn.Module]:
+        """The members of lists around an attention that have this number of attentions, from the outside."""
+        visits = [self.visits[number] for number in stack]
+        return [v.module for v in visits if v.end - v.start == count and id(v.module) in self.listed]
+
+    @staticmethod
+    def _run(module: nn.Module, chains: list[list[nn.Module]]) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        for chain in chains:
+            alike = next((m for m in chain if type(m) is type(module)), None)
+            if alike is None or any(alike is m for m in found):
+                break
+            found.append(alike)
+        return found
+
+    def _keeps_shape(self, modules: list[nn.Module]) -> bool:
+        return all(self.entries[id(m)].shape == self.outputs[id(m)].shape for m in modules)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nested value with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(each, change) for key, each in value.items()}
+        kind: Any = type(value)
+        return changed if kind is dict else kind(changed)
+    return type(value)(map_tensors(each, change) for each in value) if type(value) in (tuple, list) else value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nested value, in order."""
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _constant(tokens: Tensor) -> tuple[int, int]:
+    """How many tokens at the start and at the end are the same for both inputs."""
+    if tokens.ndim != 3 or len(tokens) != 2:
+        return 0, 0
+    same = (tokens[0] == tokens[1]).all(-1).tolist()
+    start = same.index(False) if False in same else 0
+    end = same[::-1].index(False) if False in same else 0
+    return start, end
+
+
+def _order(found: Discovery, embed: Callable[[Tensor], Tensor], blank: Tensor) -> tuple[int, ...] | None:
+    """The place of each cell among the grid tokens, found by changing the input where a bit of the cell's number is 1.
+
+    None where patches are not cut by one convolution, or overlap so much that none has pixels of its own.
+    """
+    covers = found.covers()
+    if covers is None or len(found.shapes[0]) != 3:
+        return None
+    owner = torch.zeros([1] * blank.ndim, dtype=torch.long)
+    for cover, dim in zip(covers, found.dims, strict=True):
+        alone = cover.owners(blank.shape[dim + 1])
+        shape = [1] * blank.ndim
+        shape[dim + 1] = len(alone)
+        alone = alone.view(shape)
+        owner = torch.where((owner < 0) | (alone < 0), -1, owner * cover.count + alone)
+    count, prefix = math.prod(cover.count for cover in covers), found.constant[0]
+    codes = (owner + 1).to(blank.device)
+    noise = torch.randn(blank.shape, generator=torch.Generator().manual_seed(1)).to(blank)
+    base, seen = embed(blank)[0, prefix : prefix + count], torch.zeros(count, dtype=torch.long)
+    for bit in range((count + 1).bit_length()):
+        shown = embed(blank + noise * (codes >> bit & 1).to(blank))[0, prefix : prefix + count]
+        seen += (shown != base).any(-1).long().cpu() << bit
+    place = {code - 1: position for position, code in enumerate(seen.tolist())}
+    return tuple(place[cell] for cell in range(count)) if sorted(place) == list(range(count)) else None
