@@ -15,7 +15,7 @@ ONLY = {
     "log_softmax": {"core/targets.py"},
     "logsigmoid": {"core/targets.py", "trained/diffmask/hard_concrete.py"},
     "kl_div": set(),
-    "index_select": {"anatomy/opened.py"},
+    "index_select": {"anatomy/opened.py", "core/layout.py"},
 }
 """By the name of a torch function, the files that call it: the upsampler, log-probabilities (and those of DiffMask's
 gates, which are of no class), the gatherer of tokens. KL is `targets.kl_divergence`."""

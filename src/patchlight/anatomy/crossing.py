@@ -8,224 +8,33 @@ two blocks is the forward on a blank from the output of one to the input of the 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from patchlight.anatomy.contract import Parts, Pooling
-from patchlight.anatomy.discovery import Discovery, discover, map_tensors, tensors_in
+from patchlight.anatomy.discovery import map_tensors, tensors_in
+from patchlight.anatomy.intercepting import (
+    BlockCall,
+    Entered,
+    KeptScores,
+    Site,
+    Sites,
+    crossing,
+    flowing,
+    gathered,
+    make_skippable,
+)
+from patchlight.anatomy.locating import Slots, Stages
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image
-from patchlight.anatomy.watching import AttentionCall, AttentionTap, Unseen, watch_reach
-from patchlight.anatomy.windows import Merging, Pooled, Reach, Windows
+from patchlight.anatomy.watching import AttentionTap, Unseen, watch_reach
+from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
-from patchlight.core.layout import Geometry
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """How a forward calls a block.
-
-    `rest` and `named` are the arguments beside the tokens, which are the first or the one called `keyword`. `returned`
-    is the output for one blank image, and `fed` the shape of the tokens.
-    """
-
-    rest: tuple[Any, ...]
-    named: Mapping[str, Any]
-    keyword: str | None
-    fed: tuple[int, ...]
-    returned: Any
-
-    def run(
-        self,
-        block: nn.Module,
-        tokens: Tensor,
-        change: Callable[[Any], Any] = lambda value: value,
-        more: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        """The output of the block for other tokens, with its other arguments changed, and `more` of them."""
-        rest, named = change(self.rest), change(dict(self.named))
-        if more:  # also of arguments that the forward gives without a name
-            names = list(inspect.signature(type(block).forward).parameters)[2:]
-            rest, named = (), dict(zip(names, rest, strict=False)) | named | dict(more)
-        out = block(tokens, *rest, **named) if self.keyword is None else block(**{self.keyword: tokens}, **named)
-        return tensors_in(out)[0]
-
-    def answer(self, tokens: Tensor) -> Any:
-        """An output of the block that contains these tokens."""
-        return _with_first(self.returned, tokens)
-
-    def blank(self, tokens: Tensor) -> Any:
-        """An output of the block for as many images as `tokens` has."""
-        out = tensors_in(self.returned)[0]
-        if out.shape[1:] == tokens.shape[1:]:
-            return self.answer(tokens)
-        return self.answer(tokens.new_zeros(len(tokens) * len(out) // self.fed[0], *out.shape[1:]))
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place where a forward calls a module that can be skipped."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    run: Callable[[], Any]
-    """Make the call."""
-
-    @property
-    def keyword(self) -> str | None:
-        """The argument that has the tokens; None for the first."""
-        return None if self.args else next(key for key, value in self.kwargs.items() if isinstance(value, Tensor))
-
-    @property
-    def tokens(self) -> Tensor:
-        keyword = self.keyword
-        found: Tensor = self.args[0] if keyword is None else self.kwargs[keyword]
-        return found
-
-    def recorded(self, returned: Any) -> BlockCall:
-        """The call, without its tokens."""
-        named = {key: value for key, value in self.kwargs.items() if key != self.keyword}
-        return BlockCall(self.args[1:], named, self.keyword, tuple(self.tokens.shape), returned)
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The blocks of a hierarchical model, from the stage that it is opened at.
-
-    Args:
-        grids: The grid of each block, and of the output of the last.
-        tokens: The number of its tokens, and of the output of the last.
-        convolutions: Kernel, stride and padding of the convolution that merges patches before a block, by its number.
-    """
-
-    grids: Sequence[tuple[int, ...]]
-    tokens: Sequence[int]
-    convolutions: Mapping[int, tuple[int, int, int]]
-
-    @property
-    def end(self) -> int:
-        """Number of blocks of the first stage."""
-        return next((i for i, grid in enumerate(self.grids) if grid != self.grids[0]), len(self.grids)) or 1
-
-    @property
-    def late(self) -> bool:
-        """Whether a token joins the patches in a later stage."""
-        return any(count != grid[0] * grid[1] for grid, count in zip(self.grids, self.tokens, strict=True))
-
-    def merging(self, index: int) -> Merging | None:
-        """How patches are merged before a block."""
-        (rows, columns), coarse = self.grids[index - 1], cast(tuple[int, int], self.grids[index])
-        fine = rows, columns
-        if fine == coarse:
-            return None
-        step = fine[0] // coarse[0]
-        kernel, stride, padding = self.convolutions.get(index, (step, step, 0))
-        return Merging(fine, coarse, kernel, stride, padding)
-
-
-def found_in(
-    model: nn.Module,
-    run: Callable[[nn.Module, Tensor], Any],
-    shape: tuple[int, ...],
-    name: str,
-    prepare: Callable[[nn.Module], None] = lambda net: None,
-    dims: Sequence[int] = (1, 2),
-) -> Discovery:
-    """The blocks of a model, found by running it on two random inputs of this shape."""
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(like)
-    try:
-        found = discover(model, run, inputs, prepare, dims)
-    except PatchlightError as error:
-        raise PatchlightError(f"{name} cannot be opened: {error}") from error
-    except Exception as error:
-        reason = first_line(error).rstrip(".")
-        raise PatchlightError(
-            f"{name} does not take a preprocessed image of shape {[1, *shape]}: {reason}; give a preprocessing of the "
-            f"size it takes; if its input is not an image, {BY_HAND}"
-        ) from error
-    if found is None:
-        raise PatchlightError(f"{name} is a convolutional network: it has no attention between patches")
-    return found
-
-
-def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> dict[str, Any]:
-    """Where the tokens of a model are, as keywords of `CrossedAnatomy`.
-
-    Args:
-        found: What its forward shows.
-        size: The size of its input along each axis of the grid.
-        stage: The stage at which a hierarchical model is opened.
-        name: The name of the model in errors.
-    """
-    counts = [found.tokens(index) for index in range(len(found.blocks) + 1)]
-    about: dict[str, Any] = {"heads": found.heads, "pools": found.pools, "attentions": found.attentions}
-    if len(set(counts)) == 1:
-        (prefix, suffix), grid = found.constant, found.grid(0, sum(found.constant))
-        about |= {"paths": found.blocks, "prefix": prefix, "suffix": suffix, "order": found.order}
-        return {**about, "grid": grid, "geometry": _geometry(found, grid, size)}
-    begins = [0, *(i for i in range(1, len(found.blocks)) if counts[i] != counts[i - 1])]
-    if not -len(begins) <= stage < len(begins):
-        raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
-    first = begins[stage]
-    grids = [found.grid(index) for index in range(first, len(counts))]
-    merges = {i - first: c[0] for i, c in found.convolutions.items() if i > first}
-    merging = {i: (c.kernel[0], c.stride[0], c.padding[0]) for i, c in merges.items()}
-    about |= {
-        "attentions": found.attentions[first:],
-        "paths": found.blocks[first:],
-        "stages": Stages(grids, counts[first:], merging),
-        "prefix": 0,
-    }
-    return {**about, "grid": grids[0], "extent": size, "order": _coarser(found, grids[0])}
-
-
-def _geometry(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:
-    """What the cells cover, from the convolution that cuts them."""
-    covers = found.covers()
-    dims = None if found.dims == (1, 2) else found.dims
-    unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
-    if covers is None:
-        return Geometry.even(grid, size, unit=unit, dims=dims)
-    sides = [
-        [float(side) for side in sides] for sides in zip(*((c.step, c.cell, -c.before) for c in covers), strict=True)
-    ]
-    step, cell, begin = (tuple(side) for side in sides)
-    return Geometry(size, step, cell, begin, unit, dims)
-
-
-def _coarser(found: Discovery, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The order of the cells of a coarser grid: a model that pools tokens in place keeps the order of the first."""
-    if found.order is None or found.stem is None or found.order == tuple(range(len(found.order))):
-        return None
-    fine = torch.tensor(found.order).view(found.stem.grid)
-    step = found.stem.grid[0] // grid[0]
-    return tuple((fine[::step, ::step].flatten() % math.prod(grid)).tolist())
-
-
-@dataclass
-class Sites:
-    """The blocks and classifiers of a twin, and how its forward calls the blocks."""
-
-    net: nn.Module
-    blocks: list[nn.Module]
-    heads: list[nn.Module]
-    calls: list[BlockCall] | None = None
-
-    def index(self, module: nn.Module) -> int | None:
-        """The number of a block; None for another module."""
-        return next((i for i, block in enumerate(self.blocks) if block is module), None)
 
 
 class CrossedAnatomy(Anatomy):
@@ -318,8 +127,7 @@ class CrossedAnatomy(Anatomy):
     def make_skippable(self) -> None:
         """Let the forward of the twin be intercepted at its blocks and classifiers."""
         for module in (*self.sites.blocks, *self.sites.heads):
-            if not hasattr(type(module), "skippable"):
-                module.__class__ = _skippable(cast(Any, type(module)))
+            make_skippable(module)
 
     def call(self, images: Tensor) -> Any:
         """Run the twin as its users run the model."""
@@ -386,7 +194,7 @@ class CrossedAnatomy(Anatomy):
             return out
 
         try:
-            with _crossing(see):
+            with crossing(see):
                 out = self.call(images)
         except Exception as error:
             raise PatchlightError(
@@ -420,13 +228,13 @@ class CrossedAnatomy(Anatomy):
         def at(site: Site) -> Any:
             number = sites.index(site.module)
             if number == index:
-                raise _Entered(site.tokens)
+                raise Entered(site.tokens)
             return site.run() if number is None else self._skip(number, site.tokens, given, tokens)
 
         try:
-            with _crossing(at), _flowing(), contextlib.nullcontext() if index == 0 else self._hidden():
+            with crossing(at), flowing(), contextlib.nullcontext() if index == 0 else self._hidden():
                 self.call(images)
-        except _Entered as entered:
+        except Entered as entered:
             return self.flat(entered.tokens)
         raise PatchlightError(f"the forward of {self.name} does not call the blocks of its {self.blocks_name}")
 
@@ -434,12 +242,12 @@ class CrossedAnatomy(Anatomy):
         """The tokens that leave the first block."""
 
         def at(site: Site) -> Any:
-            raise _Entered(tensors_in(site.run())[0])
+            raise Entered(tensors_in(site.run())[0])
 
         try:
-            with _crossing(at), _flowing():
+            with crossing(at), flowing():
                 self.call(images)
-        except _Entered as entered:
+        except Entered as entered:
             return self.flat(entered.tokens)
         raise PatchlightError(f"the forward of {self.name} does not call '{self.paths[0]}'")
 
@@ -457,7 +265,7 @@ class CrossedAnatomy(Anatomy):
             see(site.tokens)
             return site.run()
 
-        with _crossing(at), _flowing(), self._hidden():
+        with crossing(at), flowing(), self._hidden():
             return self.logits_of(self.call(images), len(tokens))
 
     def flat(self, tokens: Tensor) -> Tensor:
@@ -688,21 +496,6 @@ class CrossedAnatomy(Anatomy):
         return "cls+avg" if first and float(shares[0]) > 2 * float(shares[prefix:].mean()) else "avg"
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Which tokens an attention connects: windows as in `Windows`, or pooled keys as in `Pooled`; without a device."""
-
-    slots: Tensor | None = None
-    allowed: Tensor | None = None
-    merging: Merging | None = None
-
-    def reach(self, device: torch.device) -> Reach:
-        """The same on a device."""
-        if self.slots is None:
-            return Pooled(cast(Merging, self.merging))
-        return Windows(self.slots.to(device), None if self.allowed is None else self.allowed.to(device))
-
-
 class ScoreTap(AttentionTap):
     """Keep the scores of attention before their softmax."""
 
@@ -711,114 +504,6 @@ class ScoreTap(AttentionTap):
     def attend(self, scores: Tensor) -> Tensor:
         self.scores = scores
         return super().attend(scores)
-
-
-class KeptScores(TorchFunctionMode):
-    """Inside, a mask or bias of attention over all N tokens is restricted to the kept `places` [B,k]."""
-
-    def __init__(self, places: Tensor, count: int) -> None:
-        super().__init__()
-        self._places, self._count = places, count
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-            call = AttentionCall(*args, **(kwargs or {}))
-            mask = call.attn_mask
-            if mask is not None and mask.shape[-1] == self._count != call.key.shape[-2]:
-                mask = gathered(mask, self._places, self._places, self._count)
-            return func(**call.with_mask(mask))
-        return func(*args, **(kwargs or {}))
-
-
-def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int) -> Tensor:
-    """An argument of a block, restricted to the kept tokens, one row per image.
-
-    An axis of length `count` belongs to all tokens and is read at `places` [B,p]; one as long as the grid belongs to
-    its cells and is read at `keep` [B,k]. A tensor without such an axis is unchanged.
-
-    >>> table = torch.arange(4)[:, None]
-    >>> gathered(table, torch.tensor([[0, 3]]), torch.tensor([[2]]), 4).flatten().tolist()
-    [0, 3]
-    """
-    cells = count - places.shape[1] + keep.shape[1]
-    size = next((size for size in (count, cells) if size in value.shape), None)
-    if size is None:
-        return value
-    index = places if size == count else keep
-    alone = value.ndim == 2
-    value = value[0] if not alone and len(value) == 1 else value
-    axes = [axis for axis in range(value.ndim) if value.shape[axis] == size]
-    if axes[-2:] == [value.ndim - 2, value.ndim - 1]:
-        found = value[..., index[:, :, None], index[:, None, :]].movedim(-3, 0)
-    else:
-        axis = axes[0]
-        found = value.index_select(axis, index.flatten()).unflatten(axis, index.shape).movedim(axis, 0)
-    return found[:, None] if alone else found
-
-
-class _Entered(BaseException):
-    """Raised when a block is called; a BaseException, so that the module's own handlers do not catch it."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-
-_LOCAL = threading.local()
-"""What this thread does where a forward calls a block; twins are shared by all threads."""
-
-
-@contextlib.contextmanager
-def _crossing(at: Callable[[Site], Any]) -> Iterator[None]:
-    before = getattr(_LOCAL, "at", None)
-    _LOCAL.at = at
-    try:
-        yield
-    finally:
-        _LOCAL.at = before
-
-
-@cache
-def _skippable(kind: Any) -> Any:
-    """A subclass of this module type that can be skipped together with its hooks."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        at: Callable[[Site], Any] | None = None if torch.compiler.is_compiling() else getattr(_LOCAL, "at", None)
-        if at is None:
-            return kind.__call__(self, *args, **kwargs)
-        return at(Site(self, args, kwargs, lambda: kind.__call__(self, *args, **kwargs)))
-
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "skippable": True})
-
-
-class _Flowing(TorchFunctionMode):
-    """Inside, `no_grad` in a forward (as in one that trains only its head) has no effect on the backbone."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch._C._set_grad_enabled and not _called_by_us(sys._getframe(1)):
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-def _called_by_us(frame: Any) -> bool:
-    """Whether the caller is a function of Patchlight, not of the module."""
-    while str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch" and frame.f_back is not None:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "patchlight"
-
-
-def _flowing() -> contextlib.AbstractContextManager[Any]:
-    return _Flowing() if torch.is_grad_enabled() else contextlib.nullcontext()
-
-
-def _with_first(out: Any, tokens: Tensor) -> Any:
-    """An output of a block, with other tokens."""
-    first = tensors_in(out)[0]
-    return map_tensors(out, lambda tensor: tokens if tensor is first else tensor)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.contract import Parts, Pooling
-from patchlight.anatomy.crossing import CrossedAnatomy, found_in, located
+from patchlight.anatomy.contract import Parts
+from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import read_anatomy
+from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import BY_HAND, alike, random_image
@@ -114,11 +115,6 @@ class CustomAnatomy(CrossedAnatomy):
         super().check()
         if self._assumed and self.bare is None:
             self._warn_assumed()
-
-    def _pooling(self, reads: Tensor, shares: Tensor) -> Pooling:
-        found = super()._pooling(reads, shares)
-        nothing = not bool(reads.any())
-        return self.backbone.pooling if nothing and self.backbone is not None else found
 
     def _warn_assumed(self) -> None:
         """Warn if images are changed before the backbone, whose preprocessing may then not be the module's."""

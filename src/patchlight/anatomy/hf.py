@@ -19,10 +19,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Ends, Parts, linear, stacked
-from patchlight.anatomy.crossing import CrossedAnatomy, found_in, located
+from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
+from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess

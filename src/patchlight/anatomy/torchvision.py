@@ -9,9 +9,10 @@ from torch import nn
 from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 from patchlight.anatomy.contract import Ends, Parts
-from patchlight.anatomy.crossing import CrossedAnatomy, found_in, located
+from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
+from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.core.errors import PatchlightError, nearest

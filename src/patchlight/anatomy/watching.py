@@ -108,7 +108,7 @@ class AttentionCall(NamedTuple):
 
     def with_mask(self, mask: Tensor | None) -> dict[str, Any]:
         """The arguments by name, with another mask."""
-        return self._replace(attn_mask=mask)._asdict()
+        return {**dict(zip(self._fields, self, strict=True)), "attn_mask": mask}
 
     def masked(self, scores: Tensor) -> Tensor:
         mask = self.attn_mask

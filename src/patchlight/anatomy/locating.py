@@ -1,0 +1,147 @@
+"""Where the tokens of a model are: the layout of its blocks, from what running its forward shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.discovery import Discovery, discover
+from patchlight.anatomy.probe import BY_HAND
+from patchlight.anatomy.windows import Merging, Pooled, Reach, Windows
+from patchlight.core.errors import PatchlightError, first_line
+from patchlight.core.layout import Geometry
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The blocks of a hierarchical model, from the stage that it is opened at.
+
+    Args:
+        grids: The grid of each block, and of the output of the last.
+        tokens: The number of its tokens, and of the output of the last.
+        convolutions: Kernel, stride and padding of the convolution that merges patches before a block, by its number.
+    """
+
+    grids: Sequence[tuple[int, ...]]
+    tokens: Sequence[int]
+    convolutions: Mapping[int, tuple[int, int, int]]
+
+    @property
+    def end(self) -> int:
+        """Number of blocks of the first stage."""
+        return next((i for i, grid in enumerate(self.grids) if grid != self.grids[0]), len(self.grids)) or 1
+
+    @property
+    def late(self) -> bool:
+        """Whether a token joins the patches in a later stage."""
+        return any(count != grid[0] * grid[1] for grid, count in zip(self.grids, self.tokens, strict=True))
+
+    def merging(self, index: int) -> Merging | None:
+        """How patches are merged before a block."""
+        (rows, columns), coarse = self.grids[index - 1], cast(tuple[int, int], self.grids[index])
+        fine = rows, columns
+        if fine == coarse:
+            return None
+        step = fine[0] // coarse[0]
+        kernel, stride, padding = self.convolutions.get(index, (step, step, 0))
+        return Merging(fine, coarse, kernel, stride, padding)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which tokens an attention connects: windows as in `Windows`, or pooled keys as in `Pooled`; without a device."""
+
+    slots: Tensor | None = None
+    allowed: Tensor | None = None
+    merging: Merging | None = None
+
+    def reach(self, device: torch.device) -> Reach:
+        """The same on a device."""
+        if self.slots is None:
+            return Pooled(cast(Merging, self.merging))
+        return Windows(self.slots.to(device), None if self.allowed is None else self.allowed.to(device))
+
+
+def found_in(
+    model: nn.Module,
+    run: Callable[[nn.Module, Tensor], Any],
+    shape: tuple[int, ...],
+    name: str,
+    prepare: Callable[[nn.Module], None] = lambda net: None,
+    dims: Sequence[int] = (1, 2),
+) -> Discovery:
+    """The blocks of a model, found by running it on two random inputs of this shape."""
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        found = discover(model, run, inputs, prepare, dims)
+    except PatchlightError as error:
+        raise PatchlightError(f"{name} cannot be opened: {error}") from error
+    except Exception as error:
+        reason = first_line(error).rstrip(".")
+        raise PatchlightError(
+            f"{name} does not take a preprocessed image of shape {[1, *shape]}: {reason}; give a preprocessing of the "
+            f"size it takes; if its input is not an image, {BY_HAND}"
+        ) from error
+    if found is None:
+        raise PatchlightError(f"{name} is a convolutional network: it has no attention between patches")
+    return found
+
+
+def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> dict[str, Any]:
+    """Where the tokens of a model are, as keywords of `CrossedAnatomy`.
+
+    Args:
+        found: What its forward shows.
+        size: The size of its input along each axis of the grid.
+        stage: The stage at which a hierarchical model is opened.
+        name: The name of the model in errors.
+    """
+    counts = [found.tokens(index) for index in range(len(found.blocks) + 1)]
+    about: dict[str, Any] = {"heads": found.heads, "pools": found.pools, "attentions": found.attentions}
+    if len(set(counts)) == 1:
+        (prefix, suffix), grid = found.constant, found.grid(0, sum(found.constant))
+        about |= {"paths": found.blocks, "prefix": prefix, "suffix": suffix, "order": found.order}
+        return {**about, "grid": grid, "geometry": _geometry(found, grid, size)}
+    begins = [0, *(i for i in range(1, len(found.blocks)) if counts[i] != counts[i - 1])]
+    if not -len(begins) <= stage < len(begins):
+        raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
+    first = begins[stage]
+    grids = [found.grid(index) for index in range(first, len(counts))]
+    merges = {i - first: c[0] for i, c in found.convolutions.items() if i > first}
+    merging = {i: (c.kernel[0], c.stride[0], c.padding[0]) for i, c in merges.items()}
+    about |= {
+        "attentions": found.attentions[first:],
+        "paths": found.blocks[first:],
+        "stages": Stages(grids, counts[first:], merging),
+        "prefix": 0,
+    }
+    return {**about, "grid": grids[0], "extent": size, "order": _coarser(found, grids[0])}
+
+
+def _geometry(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:
+    """What the cells cover, from the convolution that cuts them."""
+    covers = found.covers()
+    dims = None if found.dims == (1, 2) else found.dims
+    unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
+    if covers is None:
+        return Geometry.even(grid, size, unit=unit, dims=dims)
+    sides = [
+        [float(side) for side in sides] for sides in zip(*((c.step, c.cell, -c.before) for c in covers), strict=True)
+    ]
+    step, cell, begin = (tuple(side) for side in sides)
+    return Geometry(size, step, cell, begin, unit, dims)
+
+
+def _coarser(found: Discovery, grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order of the cells of a coarser grid: a model that pools tokens in place keeps the order of the first."""
+    if found.order is None or found.stem is None or found.order == tuple(range(len(found.order))):
+        return None
+    fine = torch.tensor(found.order).view(found.stem.grid)
+    step = found.stem.grid[0] // grid[0]
+    return tuple((fine[::step, ::step].flatten() % math.prod(grid)).tolist())
