@@ -228,7 +228,7 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     """
     check_kind(saved, f"'hf:{name}'")
     classifies = weights is not None and "classifier.weight" in weights
-    if saved in classifiers():
+    if saved in classifiers() or saved.endswith(("ForVideoClassification", "ForAudioClassification")):
         return saved, {}
     kind = PRETRAINED.get(saved, saved)
     if classifies or kind not in supported():
