@@ -16,6 +16,7 @@ from patchlight.core.attribution import Attribution, Attributions, versions
 from patchlight.core.errors import DegenerateMap, NotFinite, PatchlightError, integer, warn
 from patchlight.core.fingerprints import hash_images, identity
 from patchlight.core.images import GIVE_IMAGES, in_batches
+from patchlight.core.layout import IMAGE_AXES, Geometry
 from patchlight.core.photos import Photos
 from patchlight.core.progress import Progress, show_progress
 from patchlight.core.registry import Selection, resolve_all
@@ -240,6 +241,12 @@ def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
     return 1 << fitting(vit, not wide, any(r.needs & {"A", "G"} for r in wide)).bit_length() - 1
 
 
+def _geometry(vit: Anatomy, request: Request) -> Geometry:
+    """Which part of the input a score covers: a cell, or one pixel."""
+    size = vit.geometry.size
+    return vit.geometry if request.level == "token" else Geometry.even(size, size, unit=vit.geometry.unit)
+
+
 def attribution_of(
     vit: Anatomy, request: Request, estimated: Estimate, targets: Targets, seed: int, origin: dict[str, Any]
 ) -> Attribution:
@@ -267,14 +274,16 @@ def attribution_of(
         level=request.level,
         score=request.score if isinstance(request.score, str) else getattr(request.score, "__name__", "callable"),
         model=vit.name,
-        image_size=vit.preprocess.size,
+        image_size=vit.geometry.size,
         labels=tuple(vit.label(int(i)) for i in targets.index.flatten()),
         against_labels=() if targets.against is None else tuple(vit.label(int(i)) for i in targets.against[:, 0]),
         head={} if vit.head is None else vit.head.about(),
         seed=seed,
         versions=versions(),
-        preprocess=vit.preprocess,
-        extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.preprocess.size) else None,
+        preprocess=vit.preprocess if vit.axes == IMAGE_AXES else None,
+        extent=vit.extent if request.level == "token" and tuple(vit.extent) != tuple(vit.geometry.size) else None,
+        axes=vit.axes,
+        geometry=None if vit.axes == IMAGE_AXES else _geometry(vit, request),
         precision=estimated.precision or request.precision,
         ignores_class=request.ignores_class,
         **origin,

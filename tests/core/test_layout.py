@@ -37,7 +37,6 @@ def test_order_is_the_place_of_each_cell() -> None:
 def test_wrong_layouts_are_refused() -> None:
     refuses("name each once", Layout, (2, 4, 4))
     refuses("0 to 3", Layout, (2, 2), order=(0, 0, 1, 2))
-    refuses("'depth'", Layout((2, 2)).axis, "depth")
     refuses("one value per axis", Geometry, (4, 4), (1.0,), (1.0, 1.0), (0.0, 0.0))
 
 

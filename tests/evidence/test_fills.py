@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import patchlight as pl
-from patchlight.evidence.fills import FILLS, Fill, Imputed, Painted, fill_images
+from patchlight.evidence.fills import FILLS, Fill, Imputed, Painted, Signal, fill_images
 from tests.families import build, images, shared
 
 
@@ -34,7 +34,7 @@ def test_fills_have_their_closed_forms() -> None:
 
 
 def test_one_table_names_every_fill_and_the_docs_show_it() -> None:
-    assert set(FILLS) == {*get_args(Painted), *get_args(Imputed)}
+    assert set(FILLS) == {*get_args(Painted), *get_args(Imputed), *get_args(Signal)}
     assert len({words for words, _ in FILLS.values()}) == len(FILLS), "no two fills have the same words"
     docs = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     for name, (words, exactly) in FILLS.items():

@@ -34,6 +34,8 @@ _OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid
 """Keywords of `wrap` for a model that it recognises."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
 """Keywords of `wrap` for a model described by hand."""
+_LAYOUT = ("suffix", "axes", "order", "geometry", "input_shape")
+"""Keywords of `wrap` for inputs that are not images, and for tokens in another order; they may be left out."""
 _PASSED = ("sigmoid", "regression", "stage", "tokenizer")
 """Keywords of `load` that are passed to `wrap`."""
 _LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
@@ -224,7 +226,7 @@ def _create(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module,
 
 def _check_keywords(about: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `wrap`; unknown ones are refused."""
-    known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM, "bag"}
+    known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM, *_LAYOUT, "bag"}
     unknown = next((key for key in about if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")

@@ -22,6 +22,7 @@ from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.anatomy.watching import watch_tokens
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.images import Preprocess, to_batch
+from patchlight.core.inputs import ArrayPreprocess
 from patchlight.core.layout import IMAGE_AXES, Geometry, Layout
 from patchlight.core.targets import UnsplitLabels
 
@@ -89,10 +90,13 @@ class Anatomy(Readout):
         self.model, self.name = model, name
         self.layout = Layout(grid, prefix, suffix, axes, None if order is None else tuple(order))
         self.pooling, self.heads = pooling, heads
-        self.preprocess, self.channels = preprocess, channels
+        self.channels = channels
         self.input_shape = (channels, *preprocess.size) if input_shape is None else tuple(input_shape)
         size = self.input_shape[-len(self.grid) :]
         self.geometry = Geometry.even(self.grid, size, extent) if geometry is None else geometry
+        if self.layout.inputs != "images":
+            preprocess = ArrayPreprocess.of(preprocess, self.input_shape, self.layout, self.geometry)
+        self.preprocess = preprocess
         self.classes, self.labels = classes, None if labels is None else list(labels)
         self._kind = "none" if regression else "sigmoid" if sigmoid else "softmax"
         self.outputs = self.own_outputs(classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import platform
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from patchlight import __version__
 from patchlight.core.errors import PatchlightError
 from patchlight.core.frames import make_frame, stack_frames
 from patchlight.core.images import Picture, Preprocess
+from patchlight.core.layout import IMAGE_AXES, Geometry
 from patchlight.core.photos import MOST, as_picture
 from patchlight.core.resize import Upsampling, at_size
 from patchlight.core.text import plural
@@ -60,11 +62,12 @@ class Attribution:
     `pl.explain` returns one. Upsampling, masking and colouring are separate steps.
 
     Args:
-        scores: CPU float32 [B,h,w] at the method's own resolution; [B,T,h,w] for several classes per image.
+        scores: CPU float32 [B,h,w] at the method's own resolution; [B,T,h,w] for several classes per image. Maps of
+            videos, volumes and sounds have the axes in `axes` instead of rows and columns.
         target: The explained classes [B] or [B,T].
         method: The name of the method.
         model: The name of the model.
-        image_size: Height and width of the model's input.
+        image_size: Height and width of the model's input, or its length along each axis.
         level: Whether scores belong to patches ("token") or pixels ("pixel").
         score: What was explained: "logit", "probability", "cosine" or the name of a function.
         settings: The settings of the method.
@@ -84,6 +87,8 @@ class Attribution:
         samples: How many masks, coalitions or noises were sampled for each image; empty for other methods.
         facts: Further numbers of the method, by name, one per image: "masks" of ViT-CX after clustering.
         ignores_class: Whether the method gives every class the same map; False in files that do not say.
+        axes: The name of each axis of a map: ("row", "column") for images.
+        geometry: Which part of the input each score covers; None for images.
         photos: Small pictures of the first images (at most 16) as uint8 [3,h,w], for display; not saved.
 
     Example:
@@ -96,7 +101,7 @@ class Attribution:
     target: Tensor
     method: str
     model: str
-    image_size: tuple[int, int]
+    image_size: tuple[int, ...]
     level: Literal["token", "pixel"] = "token"
     score: str = "logit"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -115,18 +120,30 @@ class Attribution:
     samples: tuple[int, ...] = ()
     facts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     ignores_class: bool = False
+    axes: tuple[str, ...] = IMAGE_AXES
+    geometry: Geometry | None = None
     photos: tuple[Tensor, ...] = ()
 
     @property
-    def covers(self) -> tuple[float, float]:
+    def covers(self) -> tuple[float, ...]:
         """The share of the image's height and width that the scores cover; above 1 if the image was padded."""
-        rows, columns = self.extent or self.image_size
-        return rows / self.image_size[0], columns / self.image_size[1]
+        sides = zip(self.extent or self.image_size, self.image_size, strict=True)
+        return tuple(covered / side for covered, side in sides)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of `scores`."""
-        return self.scores.shape[-2], self.scores.shape[-1]
+    def grid(self) -> tuple[int, ...]:
+        """Rows and columns of `scores`; its length along each of `axes`."""
+        return tuple(self.scores.shape[-len(self.axes) :])
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several maps per image, one for each class: `scores` [B,T,...]."""
+        return self.scores.ndim == len(self.axes) + 2
+
+    @property
+    def pictures(self) -> bool:
+        """Whether the maps are those of images."""
+        return self.axes == IMAGE_AXES
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -189,7 +206,7 @@ class Attribution:
         Args:
             parts: Attributions of the same method, model and resolution.
         """
-        if len({(p.method, p.model, p.weights, p.scores.shape[1:], p.against is None) for p in parts}) != 1:
+        if len({(p.method, p.model, p.weights, p.axes, p.scores.shape[1:], p.against is None) for p in parts}) != 1:
             raise PatchlightError(
                 "only attributions of one method, model, resolution and kind of target can be joined; given: "
                 + (", ".join(map(repr, parts)) or "none")
@@ -222,27 +239,49 @@ class Attribution:
         """
         return self.scores.numpy().copy()
 
-    def upsample(self, size: int | tuple[int, int] | None = None, upsampling: Upsampling = "bilinear") -> Tensor:
-        """Scores at another resolution [..., H, W].
+    def upsample(self, size: int | Sequence[int] | None = None, upsampling: Upsampling = "bilinear") -> Tensor:
+        """Scores at another resolution [..., H, W], along each of `axes`.
+
+        Where cells overlap, a place gets the mean of its cells.
 
         Args:
             size: Height and width, or one number for both; by default the model's input size.
-            upsampling: "bilinear", "bicubic" or "nearest".
+            upsampling: "bilinear" (trilinear for three axes), "bicubic" or "nearest".
         """
-        size = self.image_size if size is None else (size, size) if isinstance(size, int) else size
+        size = self.image_size if size is None else (size,) * len(self.axes) if isinstance(size, int) else size
+        if self.geometry is not None and self.geometry.overlaps:
+            return self.geometry.overlapping(self.scores, size)
         return at_size(self.scores, size, self.covers, upsampling)
+
+    def over(self, *axes: str) -> Tensor:
+        """Sums of the scores over some axes: `att.over("row", "column")` is one number per time step of a video.
+
+        Args:
+            axes: Names of the axes that are summed over.
+        """
+        wrong = [name for name in axes if name not in self.axes]
+        if wrong or not axes:
+            what = f"there is no axis '{wrong[0]}'" if wrong else "no axis was named"
+            raise PatchlightError(f"{what}; the axes of this map are {', '.join(self.axes)}")
+        return self.scores.sum([self.axes.index(name) - len(self.axes) for name in dict.fromkeys(axes)])
 
     def top_patches(self, k: int = 10) -> Tensor:
         """The highest-scoring cells as (row, column), best first [..., k, 2]; ties keep reading order.
 
+        A cell has one number for each of `axes`.
+
         Args:
             k: The number of cells.
         """
-        cells = self.grid[0] * self.grid[1]
+        return torch.stack(torch.unravel_index(self._top_cells(k), self.grid), -1)
+
+    def _top_cells(self, k: int) -> Tensor:
+        """Indices [...,k] of the highest-scoring cells in C order, best first."""
+        cells = math.prod(self.grid)
         if not 1 <= k <= cells:
             raise PatchlightError(f"k is {k}, but a map has {cells} cells; give 1 to {cells}")
-        order = self.scores.flatten(-2).sort(stable=True, dim=-1, descending=True).indices[..., :k]
-        return torch.stack([order // self.grid[1], order % self.grid[1]], -1)
+        flat = self.scores.flatten(-len(self.axes))
+        return flat.sort(stable=True, dim=-1, descending=True).indices[..., :k]
 
     def mask(self, fraction: float = 0.2) -> Tensor:
         """A mask that is True on the highest-scoring cells.
@@ -252,9 +291,9 @@ class Attribution:
         """
         if not 0 < fraction <= 1:
             raise PatchlightError(f"fraction is {fraction}; give a number above 0, at most 1")
-        best = self.top_patches(max(1, round(fraction * self.grid[0] * self.grid[1])))
-        flat = torch.zeros(*self.scores.shape[:-2], self.grid[0] * self.grid[1], dtype=torch.bool)
-        return flat.scatter(-1, best[..., 0] * self.grid[1] + best[..., 1], True).view(self.scores.shape)
+        best = self._top_cells(max(1, round(fraction * math.prod(self.grid))))
+        flat = torch.zeros(self.scores.shape, dtype=torch.bool).flatten(-len(self.axes))
+        return flat.scatter(-1, best, True).view(self.scores.shape)
 
     def overlay(self, image: Picture | Tensor | None = None, index: int = 0, **options: Any) -> Image:
         """One map as heat over its photograph, as a PIL image. For several classes, the first is shown.
@@ -270,6 +309,8 @@ class Attribution:
         """
         from patchlight.core.drawing import overlay
 
+        if not self.pictures:
+            raise PatchlightError(f"an overlay is a picture, and this map has {' and '.join(self.axes)}; use figure()")
         place = self._place(index)
         if image is None and place >= len(self.photos):
             raise PatchlightError(f"no photograph was kept for image {index}; give it as `image`")
@@ -319,7 +360,7 @@ class Attribution:
             ax = pyplot.subplots()[1]
         place = self._place(index) * (self.target.numel() // len(self))
         ax.set_title(f"{self.method}: {self.captions[place]}", parse_math=False)
-        if self.grid[1] == 1:
+        if self.pictures and self.grid[1] == 1:
             draw_tiles(ax, self.scores.reshape(-1, self.grid[0])[place], coordinates)
             return ax
         ax.imshow(heat_picture(self, place) if image is None else self.overlay(image, index))
@@ -328,6 +369,9 @@ class Attribution:
 
     def figure(self, path: str | Path | None = None) -> ShownFigure:
         """A figure of the maps over the photographs that were kept: see `Attributions.figure`.
+
+        A video is a contact sheet of frames above the sums per time step, a volume three slices through the highest
+        cell, and a sound heat over time and frequency.
 
         Args:
             path: A file to write the figure to as well; its suffix is the format.
@@ -345,12 +389,16 @@ class Attribution:
         from patchlight.core.display import show
         from patchlight.core.drawing.shown import ShownFigure
 
-        show(self, lambda: self.figure() if self.photos else self.plot(ShownFigure().subplots()).figure)
+        drawn = self.photos or not self.pictures
+        show(self, lambda: self.figure() if drawn else self.plot(ShownFigure().subplots()).figure)
 
     def to_frame(self) -> DataFrame:
-        """A pandas table with a row per cell: image, method, target, label, against, row, column, score and error."""
-        height, width = self.grid
-        maps, cells = self.target.numel(), height * width
+        """A pandas table with a row per cell: image, method, target, label, against, row, column, score and error.
+
+        Maps of other inputs have a column for each of `axes`.
+        """
+        maps, cells = self.target.numel(), math.prod(self.grid)
+        places = zip(self.axes, np.indices(self.grid), strict=True)
         image = np.repeat(np.arange(len(self)), maps // max(len(self), 1))
         against = self.against_names
         return make_frame(
@@ -360,8 +408,7 @@ class Attribution:
                 "target": np.repeat(self.target.flatten().numpy(), cells),
                 "label": np.repeat(np.array(self.target_names, dtype=object), cells),
                 **({"against": np.repeat(np.array(against, dtype=object), cells)} if against else {}),
-                "row": np.tile(np.repeat(np.arange(height), width), maps),
-                "column": np.tile(np.arange(width), maps * height),
+                **{name: np.tile(place.ravel(), maps) for name, place in places},
                 "score": self.scores.flatten().numpy(),
                 **({} if self.error is None else {"error": self.error.flatten().numpy()}),
             }

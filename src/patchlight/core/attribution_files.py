@@ -21,10 +21,13 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError, first_line
 from patchlight.core.files import write_atomic
 from patchlight.core.images import MAX_PIXELS
+from patchlight.core.layout import IMAGE_AXES
 
 _METADATA, _SCORES = "attribution.json", "scores.safetensors"
 _TYPES = {"scores": ("F32", "F64"), "error": ("F32", "F64"), "target": ("I64", "I32"), "against": ("I64", "I32")}
 """The tensors of an attribution, and the types that they may have in a file."""
+_BEYOND_IMAGES = ("axes", "geometry")
+"""Fields of format 2, which is written for maps of videos, volumes and sounds; format 1 is for those of images."""
 _LONGEST_HEADER = 2**16
 """Bytes; the header of these four tensors is far shorter."""
 
@@ -97,9 +100,11 @@ def attribution_bytes(att: Attribution, scores: str = _SCORES) -> dict[str, byte
 
     _check_finite(att)
     tensors = {name: getattr(att, name) for name in _TYPES if getattr(att, name) is not None}
-    about = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in (*_TYPES, "photos")}
-    about["preprocess"] = None if att.preprocess is None else asdict(att.preprocess)
-    text = json.dumps({"format": 1, "tensors": scores, **about}, indent=1, default=repr)
+    left_out = (*_TYPES, "photos", *(_BEYOND_IMAGES if att.pictures else ()))
+    about = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in left_out}
+    for name in {"preprocess", "geometry"} & set(about):
+        about[name] = None if about[name] is None else asdict(about[name])
+    text = json.dumps({"format": 1 if att.pictures else 2, "tensors": scores, **about}, indent=1, default=repr)
     return {
         scores: save({name: tensor.contiguous() for name, tensor in tensors.items()}),
         _METADATA: (text + "\n").encode(),
@@ -112,7 +117,8 @@ def read_attribution(folder: Path) -> Attribution:
 
     try:
         about = _read_metadata(folder)
-        att = Attribution(**_read_tensors(folder / about.pop("tensors")), **about)
+        axes = about.get("axes", IMAGE_AXES)
+        att = Attribution(**_read_tensors(folder / about.pop("tensors"), len(axes)), **about)
         _check_consistent(att)
         return att
     except FileNotFoundError as error:
@@ -158,7 +164,7 @@ def _schema() -> type[BaseModel]:
     }
     scores = Annotated[str, Field(pattern=r"^scores(-[0-9a-f]+)?\.safetensors$")]
     config = ConfigDict(extra="forbid", strict=True)
-    return create_model("Metadata", __config__=config, format=(Literal[1], ...), tensors=(scores, _SCORES), **keys)
+    return create_model("Metadata", __config__=config, format=(Literal[1, 2], ...), tensors=(scores, _SCORES), **keys)
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
@@ -169,11 +175,14 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
         read = _schema().model_validate_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{_METADATA}: {first_line(error)}") from error
+    unexpected = sorted(read.model_fields_set & set(_BEYOND_IMAGES))
+    if (read.format == 2) != (unexpected == sorted(_BEYOND_IMAGES)):  # type: ignore[attr-defined]
+        raise ValueError(f"{_METADATA}: axes and geometry belong to format 2, and to no other")
     return {"tensors": _SCORES} | {name: getattr(read, name) for name in read.model_fields_set if name != "format"}
 
 
-def _read_tensors(path: Path) -> dict[str, Any]:
-    """The tensors of an attribution; the file is read only if its header declares what an attribution has."""
+def _read_tensors(path: Path, axes: int) -> dict[str, Any]:
+    """The tensors of maps with this many axes; the file is read only if its header declares what an attribution has."""
     from safetensors.torch import load
 
     _check_fits_memory(path)
@@ -192,8 +201,9 @@ def _read_tensors(path: Path) -> dict[str, Any]:
     for name, kind in types.items():
         if kind not in _TYPES[name]:
             raise ValueError(f"{name} has the type {kind}, not {' or '.join(_TYPES[name])}")
-    if len(shape) not in (3, 4) or min(shape) < 1 or shape[-2] * shape[-1] > MAX_PIXELS:
-        raise ValueError(f"scores have the shape {shape}, which is not a map of an image")
+    if len(shape) - axes not in (1, 2) or min(shape) < 1 or math.prod(shape[-axes:]) > MAX_PIXELS:
+        kind = "a map of an image" if axes == 2 else f"a map with {axes} axes"
+        raise ValueError(f"scores have the shape {shape}, which is not {kind}")
     tensors: dict[str, Any] = load(path.read_bytes())  # from bytes: safetensors cannot open paths that are not UTF-8
     return {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}
 
@@ -207,7 +217,7 @@ def _check_fits_memory(path: Path) -> None:
 
 def _check_consistent(att: Attribution) -> None:
     """Raise a ValueError if values do not belong together."""
-    shape = att.scores.shape[:-2]
+    shape = att.scores.shape[: -len(att.axes)]
     for name, index in (("target", att.target), ("against", att.target if att.against is None else att.against)):
         if index.shape != shape or bool((index < 0).any()):
             raise ValueError(f"{name} is not one class index for each map of {list(att.scores.shape)}")
@@ -223,7 +233,9 @@ def _check_consistent(att: Attribution) -> None:
         if len(numbers) != len(att) or not all(map(math.isfinite, numbers)):
             raise ValueError(f"facts.{name} is not one finite number for each of {len(att)} images")
     for name, size in (("image_size", att.image_size), ("extent", att.extent or att.image_size)):
-        if min(size) < 1 or math.prod(size) > MAX_PIXELS:
-            raise ValueError(f"{name} is {list(size)[:2]}")
+        if len(size) != len(att.axes) or min(size) < 1 or math.prod(size) > MAX_PIXELS:
+            raise ValueError(f"{name} is {list(size)[:3]}")
+    if att.geometry is not None and len(att.geometry.size) != len(att.axes):
+        raise ValueError(f"geometry has {len(att.geometry.size)} axes, but a map has {len(att.axes)}")
     if att.preprocess is not None and att.preprocess.size != att.image_size:
         raise ValueError(f"image_size is {list(att.image_size)}, but preprocess.size is {list(att.preprocess.size)}")

@@ -33,6 +33,8 @@ EXTRAS = {
         Extra("ray", ("ray",), "patchlight bench run --ray"),
         Extra("web", ("fastapi", "uvicorn", "cachetools"), "the page, patchlight serve"),
         Extra("segmentation", ("h5py",), "ImageNet-Segmentation's file, gtsegs_ijcv.mat"),
+        Extra("video", ("av",), "video files as inputs of video models"),
+        Extra("medical", ("nibabel",), "NIfTI files as inputs of volume models"),
         Extra("pandas", ("pandas",), "to_frame() of results"),
     )
 }

@@ -298,6 +298,10 @@ def to_batch(images: Any, preprocess: Preprocess, channels: int = 3, note: Note 
         channels: The number of channels that the model takes.
         note: Called with each picture, or None for each tensor.
     """
+    from patchlight.core.inputs import ArrayPreprocess
+
+    if isinstance(preprocess, ArrayPreprocess):
+        return _noted(preprocess.batch(images), note)
     if isinstance(images, torch.Tensor):
         return _noted(_check_tensor(images, preprocess.size, channels), note)
     images = image_list(images)
@@ -361,7 +365,8 @@ def in_batches(
         note: As in `to_batch`.
         labels: A list to which the labels of a stream are added as they are read.
     """
-    images = image_list(images)
+    listed = getattr(preprocess, "listed", image_list)
+    images = listed(images)
     if isinstance(images, Sequence) and images:
         parts = (images[begin : begin + size] for begin in range(0, len(images), size))
         _check_stream(labels, False)

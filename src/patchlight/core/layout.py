@@ -6,14 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import PatchlightError, Unsupported
 
 IMAGE_AXES = ("row", "column")
 """The axes of an image."""
+SETS = {"frame": "time", "tube": "time", "band": "frequency", "slice": "depth"}
+"""Named sets of cells, by the axis they need: all cells of one time, frequency or depth; a tube is all times of one
+place."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,11 @@ class Layout:
         cells = torch.arange(self.cells) if self.order is None else torch.tensor(self.order)
         return cells + self.prefix
 
-    def of_cells(self, tokens: Tensor, dim: int = 1) -> Tensor:
+    def of_cells(self, tokens: Tensor) -> Tensor:
         """The values of the cells, in C order, of tokens [B,N,...]: without prefix and suffix."""
         if self.order is None:
-            return tokens.narrow(dim, self.prefix, tokens.shape[dim] - self.prefix - self.suffix)
-        return tokens.index_select(dim, self.place.to(tokens.device))
+            return tokens[:, self.prefix : tokens.shape[1] - self.suffix]
+        return tokens[:, self.place.to(tokens.device)]
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Values [B,N] of all tokens from those of the cells [B,cells]: 0 at prefix and suffix."""
@@ -88,11 +92,35 @@ class Layout:
         suffix = torch.arange(self.count - self.suffix, self.count, device=keep.device).expand(len(keep), -1)
         return torch.cat([prefix, cells, suffix], 1)
 
-    def axis(self, name: str) -> int:
-        """The number of an axis."""
-        if name not in self.axes:
-            raise PatchlightError(f"there is no axis '{name}'; the axes are {', '.join(self.axes)}")
-        return self.axes.index(name)
+    def sets(self, unit: str) -> Tensor:
+        """The set [cells] that each cell belongs to, from 0: itself, or a named set of `SETS`."""
+        if unit not in SETS:
+            return torch.arange(self.cells)
+        axis = SETS[unit]
+        if axis not in self.axes:
+            works = [name for name, own in SETS.items() if own in self.axes]
+            raise Unsupported(
+                f"unit='{unit}' needs an axis of {axis}, and this grid has {' and '.join(self.axes)}; "
+                f"use unit={' or '.join(map(repr, [*works, 'patch']))}"
+            )
+        along = self.axes.index(axis)
+        if unit != "tube":
+            shape = [-1 if i == along else 1 for i in range(len(self.grid))]
+            return torch.arange(self.grid[along]).view(shape).expand(self.grid).flatten()
+        across = [side for i, side in enumerate(self.grid) if i != along]
+        return torch.arange(math.prod(across)).view(across).unsqueeze(along).expand(self.grid).flatten()
+
+    def members(self, unit: str) -> Tensor:
+        """The cells [sets,k] of each set, in C order."""
+        labels = self.sets(unit)
+        return labels.argsort(stable=True).view(int(labels.max()) + 1, -1)
+
+    @property
+    def inputs(self) -> str:
+        """What a model of this layout takes, in one word: "images", "videos", "volumes" or "sounds"."""
+        kinds = {"frequency": "sounds", "time": "videos", "depth": "volumes"}
+        found = next((word for axis, word in kinds.items() if axis in self.axes), "arrays")
+        return "images" if self.axes == IMAGE_AXES else found
 
 
 @dataclass(frozen=True)
@@ -107,6 +135,8 @@ class Geometry:
         unit: The unit of each axis: "px", "frame", "s", "Hz", "mm".
         dims: The dimension of one input (without the batch) that each axis is; None: the last ones, in order.
 
+    Cells that do not lie side by side overlap: the value of a place is then the mean of its cells (`overlapping`).
+
     Example:
         >>> Geometry.even((14, 14), (230, 230), (224, 224)).extent((14, 14))
         (224, 224)
@@ -118,6 +148,8 @@ class Geometry:
     begin: tuple[float, ...]
     unit: tuple[str, ...] = ("px", "px")
     dims: tuple[int, ...] | None = None
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True}
 
     def __post_init__(self) -> None:
         parts = (self.size, self.step, self.cell, self.begin, self.unit, self.size if self.dims is None else self.dims)
@@ -141,6 +173,26 @@ class Geometry:
         """The length of the input that a grid covers along each axis, from 0: begin + step (n - 1) + cell."""
         ends = zip(self.begin, self.step, self.cell, grid, strict=True)
         return tuple(round(begin + step * (n - 1) + cell) for begin, step, cell, n in ends)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether neighbouring cells overlap."""
+        return any(step < cell for step, cell in zip(self.step, self.cell, strict=True))
+
+    def overlapping(self, scores: Tensor, size: Sequence[int]) -> Tensor:
+        """Scores of cells [...,*grid] at another size [...,*size]: each place has the mean of the cells that cover it.
+
+        A place that no cell covers has the value of the nearest one that is covered.
+        """
+        for axis in range(-len(size), 0):
+            at = (torch.arange(size[axis], dtype=torch.float64) + 0.5) * self.size[axis] / size[axis]
+            begin = self.begin[axis] + self.step[axis] * torch.arange(scores.shape[axis], dtype=torch.float64)
+            inside = (at[:, None] >= begin) & (at[:, None] < begin + self.cell[axis])
+            covered = inside.any(1).nonzero()[:, 0]
+            nearest = (torch.arange(len(at))[:, None] - covered).abs().argmin(1)
+            weights = inside[covered[nearest]].to(scores)
+            scores = (scores.movedim(axis, -1) @ (weights / weights.sum(1, keepdim=True)).T).movedim(-1, axis)
+        return scores
 
     def channels_first(self, images: Tensor) -> Tensor:
         """Inputs [B,...] of the model as [B,C,*size], with the axes of the grid in order."""

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.core.images import Preprocess
+from patchlight.core.inputs import ArrayPreprocess
 from patchlight.core.resize import to_pixels
 
 MOST, SIDE = 16, 224
@@ -36,8 +37,14 @@ class Photos:
         self.read += 1
 
     def see(self, batch: Tensor) -> None:
-        """Keep small pictures of the next batch [b,C,H,W] as uint8 [3,h,w] on the CPU; none unless C is 1 or 3."""
+        """Keep small pictures of the next batch [b,C,H,W] as uint8 [3,h,w] on the CPU; none unless C is 1 or 3.
+
+        Other inputs are kept as [1 or 3,*size].
+        """
         begin = len(self.kept)
+        if isinstance(self.preprocess, ArrayPreprocess):
+            self.kept.extend(self.preprocess.views(batch[: max(0, self.most - begin)]))
+            return
         if begin >= self.most or batch.shape[1] not in (1, 3):
             return
         seen = self.preprocess.pixels(batch[: self.most - begin])

@@ -26,8 +26,12 @@ from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import PRECISION, Decided, Precision, chosen, free_memory, tf32
 
 Unit = Annotated[
-    Literal["token", "patch", "pixel"],
-    Field(description="What is removed or shown: tokens, which leave the sequence, or patches or pixels, painted."),
+    Literal["token", "patch", "pixel", "frame", "tube", "band", "slice"],
+    Field(
+        description="What is removed or shown: tokens, which leave the sequence, or patches or pixels, painted; of "
+        "videos, sounds and volumes also sets of patches: all of one time ('frame'), all times of one place ('tube'), "
+        "all of one frequency ('band') or depth ('slice')."
+    ),
 ]
 Count = Annotated[int, Field(ge=1)]
 ABLATION = {
@@ -83,7 +87,7 @@ class PixelMasks:
 
     Args:
         owner: The image [V] of each variant.
-        masks: Masks [V,h,w] at patch or pixel resolution (nearest-upsampled).
+        masks: Masks [V,h,w] at patch or pixel resolution (nearest-upsampled), with the axes of the model's grid.
         fill: Fills [B,C,H,W], one per image, or an imputation.
     """
 
@@ -95,10 +99,10 @@ class PixelMasks:
         """The tokens of the masked images."""
         owner = _there(self.owner[part], images)
         masks = self.masks[part].to(images, non_blocking=True)[:, None]
-        if masks.shape[-2:] != images.shape[-2:]:
-            extent = vit.extent if tuple(masks.shape[-2:]) == vit.grid else None
-            masks = to_pixels(masks, images.shape[-2:], extent, "nearest")
-        return vit.embed(painted(images, self.fill, owner, masks)), None
+        if tuple(masks.shape[2:]) != vit.geometry.size:
+            extent = vit.extent if tuple(masks.shape[2:]) == vit.grid else None
+            masks = to_pixels(masks, vit.geometry.size, extent, "nearest")
+        return vit.embed(painted(images, self.fill, owner, vit.as_input(masks))), None
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,11 @@ class RankRanges:
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         """The tokens of the images with a range of ranks replaced."""
         owner = _there(self.owner[part], images)
-        begin, end = (_there(side[part], images)[:, None, None] for side in (self.begin, self.end))
         ranks = self.ranks[owner]
+        each = [1] * (ranks.ndim - 1)
+        begin, end = (_there(side[part], images).view(-1, *each) for side in (self.begin, self.end))
         shown = (ranks < begin) | (ranks >= end)
-        return vit.embed(painted(images, self.fill, owner, shown[:, None])), None
+        return vit.embed(painted(images, self.fill, owner, vit.as_input(shown[:, None]))), None
 
     def halved(self) -> RankRanges:
         """The same in fewer bytes: a bfloat16 embedding rounds its pixels anyway."""

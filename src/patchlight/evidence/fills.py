@@ -17,11 +17,16 @@ from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.imputation import imputed
 
 Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
-Imputed = Literal["road"]
+Imputed = Literal["road", "freeze"]
 """Fills that are computed from the visible pixels, so they depend on what is hidden."""
+Signal = Literal["floor"]
+"""Fills of sounds and volumes; they work on images too."""
 Fill = Annotated[
-    Painted | Imputed | float,
-    Field(description="What is painted where a patch or pixel is removed; a number is that constant."),
+    Painted | Imputed | Signal | Literal["none"] | float,
+    Field(
+        description="What is painted where a patch or pixel is removed; a number is that constant. 'none' paints "
+        "nothing: the tokens leave the sequence, as with unit='token'."
+    ),
 ]
 FILLS: dict[str, tuple[str, str]] = {
     "zero": ("the training data's mean colour", "0 after normalisation"),
@@ -32,6 +37,8 @@ FILLS: dict[str, tuple[str, str]] = {
     "blur-tis": ("a blurred copy of the image (TIS)", "an 11 x 11 Gaussian of deviation 5; padded by reflection"),
     "noise": ("noise", "uniform in [0, 1) after normalisation, the same for all images; a metric may set the range"),
     "road": ("an imputation from the remaining pixels", "the weighted mean of the neighbours, with a little noise"),
+    "freeze": ("the last visible frame", "each hidden place of a video repeats what it last showed"),
+    "floor": ("the input's lowest value", "one number for all places and channels, such as silence in a spectrogram"),
 }
 """Every fill by name: what it paints, for sentences, and exactly. Report, page and docs read this table."""
 ROAD_NOISE = 0.01
@@ -55,13 +62,37 @@ class Imputation:
         return torch.where(missing, imputed(images, missing) + self.noise.to(images.dtype), images)
 
 
-Filling = Tensor | Imputation
+@dataclass(frozen=True)
+class Freeze:
+    """A video that stands still where it is hidden: each place repeats its last visible value along `dim`.
+
+    What is hidden from the beginning shows the next visible value, and a place that is never visible its first one.
+    """
+
+    dim: int
+
+    def over(self, images: Tensor, shown: Tensor) -> Tensor:
+        """Images with the hidden places repeated; places with a mask below 1/2 are hidden."""
+        seen = (shown if shown.dtype == torch.bool else shown >= 0.5).expand_as(images)
+        count = images.shape[self.dim]
+        place = torch.arange(count, device=images.device).view([-1 if d == self.dim else 1 for d in range(images.ndim)])
+        last = torch.where(seen, place, -1).cummax(self.dim).values
+        later = torch.where(seen, place, count).flip(self.dim).cummin(self.dim).values.flip(self.dim)
+        return images.gather(self.dim, torch.where(last >= 0, last, later % count))
+
+
+def drops(unit: str, fill: object = None) -> bool:
+    """Whether tokens leave the sequence, so that nothing is painted."""
+    return unit == "token" or fill == "none"
+
+
+Filling = Tensor | Imputation | Freeze
 """Images [B,C,H,W] to paint, or an imputation, which computes them for each variant."""
 
 
 def painted(images: Tensor, fill: Filling, owner: Tensor, shown: Tensor) -> Tensor:
     """Variants [n,C,H,W]: image owner[v] where shown [n,1,H,W] is 1 (or true), and the fill where it is 0."""
-    if isinstance(fill, Imputation):
+    if isinstance(fill, Imputation | Freeze):
         return fill.over(images[owner], shown)
     if shown.dtype == torch.bool:
         return torch.where(shown, images[owner], fill[owner])
@@ -70,7 +101,7 @@ def painted(images: Tensor, fill: Filling, owner: Tensor, shown: Tensor) -> Tens
 
 @overload
 def fill_images(
-    fill: Painted | float, images: Tensor, vit: Anatomy, seed: int = ..., noise: tuple[float, float] = ...
+    fill: Painted | Signal | float, images: Tensor, vit: Anatomy, seed: int = ..., noise: tuple[float, float] = ...
 ) -> Tensor: ...
 @overload
 def fill_images(
@@ -80,6 +111,8 @@ def fill_images(
     fill: Fill, images: Tensor, vit: Anatomy, seed: int = 0, noise: tuple[float, float] = (0.0, 1.0)
 ) -> Filling:
     """Images [B,C,H,W] of a fill, after normalisation; `painted` puts them where pixels are hidden.
+
+    Means and blurs of a video or a volume are those of each frame or slice.
 
     `road` depends on what is hidden, so it is an `Imputation`: the weighted mean of the neighbours, all hidden pixels
     solved together (`imputed`), and Gaussian noise of 0.01 of the colours' range, sampled once for all images and
@@ -95,10 +128,24 @@ def fill_images(
     refused = no_fill(fill, vit)
     if refused is not None:
         raise Unsupported(refused)
+    if fill == "none":
+        raise Unsupported("fill='none' removes tokens, which unit='pixel' and masks of pixels cannot do; give a fill")
+    if fill == "freeze":
+        dims = vit.geometry.dims or tuple(range(images.ndim - 1 - len(vit.axes), images.ndim - 1))
+        return Freeze(1 + dims[vit.axes.index("time")])
     if fill == "road":
         generator = torch.Generator(images.device).manual_seed(seed)
         drawn = torch.randn(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
         return Imputation(drawn * ROAD_NOISE / _per_channel(vit.preprocess.std, images)[:, None, None])
+    planes = vit.channels_first(images)
+    if planes.ndim != 5 or fill in ("noise", "floor"):
+        return vit.as_input(_fill_planes(fill, planes, vit, seed, noise))
+    each = _fill_planes(fill, planes.transpose(1, 2).flatten(0, 1), vit, seed, noise)
+    return vit.as_input(each.unflatten(0, (len(planes), -1)).transpose(1, 2))
+
+
+def _fill_planes(fill: Fill, images: Tensor, vit: Anatomy, seed: int, noise: tuple[float, float]) -> Tensor:
+    """Images [B,C,H,W] of a fill that does not depend on what is hidden."""
     if isinstance(fill, int | float):
         return torch.full_like(images, float(fill))
     if fill == "zero":
@@ -106,6 +153,8 @@ def fill_images(
     if fill == "black":
         dark = _per_channel([-m / s for m, s in zip(vit.preprocess.mean, vit.preprocess.std, strict=True)], images)
         return dark[None, :, None, None].expand_as(images)
+    if fill == "floor":
+        return images.flatten(1).amin(1).view(-1, *[1] * (images.ndim - 1)).expand_as(images)
     if fill == "image-mean":
         return images.mean((1, 2, 3), keepdim=True).expand_as(images)
     if fill == "channel-mean":
@@ -123,6 +172,11 @@ def no_fill(fill: object, vit: Anatomy) -> str | None:
     """Why a fill cannot be used on a model's input; None if it can."""
     if vit.unordered and fill in ("blur-rise", "blur-tis", "road"):
         return f"fill='{fill}' is for images; for tiles use 'channel-mean' (the mean tile) or 'zero'"
+    takes = vit.layout.inputs
+    if fill == "freeze" and takes != "videos":
+        return f"fill='freeze' repeats frames, and {vit.name} takes {takes}"
+    if fill == "road" and takes != "images":
+        return f"fill='road' is for images, and {vit.name} takes {takes}; use 'blur-tis'"
     return None
 
 

@@ -120,7 +120,7 @@ class Runner:
         vit = self.vit
         pixels = self.backward and self.first == PIXELS
         x = self.leaf = images.detach().requires_grad_(pixels)
-        self.records[PIXELS] = Record(PIXELS, x.detach().movedim(1, -1))
+        self.records[PIXELS] = Record(PIXELS, vit.channels_first(x.detach()).movedim(1, -1))
         with self.running(pixels, self.records[PIXELS], frozenset(), in_block=False):
             x = self.embed(x).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
@@ -304,7 +304,7 @@ class Runner:
                 record.unscale = unscale
         gradient = self.grad(outputs, self.leaf, weights, last)
         if self.first == PIXELS:
-            gradient = gradient.movedim(1, -1)
+            gradient = self.vit.channels_first(gradient).movedim(1, -1)
         for layer in sorted(self.records, key=self._order, reverse=True):
             if self._graph(layer) and layer not in self.finished and layer != self.first:
                 self._gradient(layer, torch.zeros_like(self.records[layer].x))

@@ -140,8 +140,9 @@ def _gaussian(size: int, sigma: float) -> Tensor:
 
 def refuse_operator(settings: Settings, vit: Anatomy) -> str | None:
     """Why the backward rule `operator` cannot be used on a model."""
-    if vit.unordered:
-        return needs_neighbours(settings, vit)
+    reason = needs_neighbours(settings, vit)
+    if reason is not None:
+        return reason
     rule = RULES.lookup(settings["operator"])
     if rule is None:
         return f"no backward rule is called '{settings['operator']}'; {nearest(settings['operator'], RULES)}"

@@ -313,7 +313,8 @@ def ig(
     layer = PIXELS if level == "pixel" else 0
     reads = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
     mean = _weighted_sum(ask, level, path, weights, reads, lambda seen: seen.at(layer))
-    return _gradient_map(ask, level, mean * (span.movedim(1, -1) if level == "pixel" else span), "sum")
+    span = ask.vit.channels_first(span).movedim(1, -1) if level == "pixel" else span
+    return _gradient_map(ask, level, mean * span, "sum")
 
 
 def _averaged_maps(

@@ -14,16 +14,24 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import missing_extra
 from patchlight.core.resize import to_cells, to_pixels
 from patchlight.evidence.ablation import Unit
-from patchlight.evidence.fills import Fill, Filling, fill_images
+from patchlight.evidence.fills import Fill, Filling, drops, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, ablates
-from patchlight.methods.masking import MadeMasks, bernoulli, owners, removes_tokens, score_kept
+from patchlight.methods.masking import (
+    MadeMasks,
+    bernoulli,
+    in_sets,
+    only_images,
+    owners,
+    removes_tokens,
+    score_kept,
+    shared_in_sets,
+)
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
-def patch_labels(vit: Anatomy, size: tuple[int, int]) -> Tensor:
-    """The patch each pixel belongs to, in reading order: [H,W]."""
-    rows, columns = vit.grid
-    index = torch.arange(rows * columns, dtype=torch.float64).view(1, 1, rows, columns)
+def patch_labels(vit: Anatomy, size: tuple[int, ...], unit: Unit = "patch") -> Tensor:
+    """The patch, or set of patches, that each pixel belongs to, in reading order: [H,W]."""
+    index = vit.layout.sets(unit).double().view(1, 1, *vit.grid)
     return to_pixels(index, size, vit.extent, "nearest")[0, 0].long()
 
 
@@ -49,7 +57,7 @@ def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
 def segment_means(images: Tensor, labels: Tensor) -> Tensor:
     """Each segment in its mean colour: images [B,C,H,W], labels [B,H,W]."""
     index = labels.flatten(1)[:, None].expand(-1, images.shape[1], -1)
-    total = images.new_zeros(*images.shape[:2], int(labels.max()) + 1)
+    total = images.new_zeros(*images.shape[:2], int(labels.max()) + 1)  # also of a video [B,C,T,H,W]
     count = total.scatter_add(2, index, torch.ones_like(images).flatten(2))
     total = total.scatter_add(2, index, images.flatten(2))
     return (total / count.clamp_min(1)).gather(2, index).view_as(images)
@@ -82,7 +90,7 @@ def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
     cost="samples forwards (2000)",
     quick={"samples": 96},
     presets={"paper": {"unit": "pixel", "level": "pixel", "samples": 1000}, "token": {"unit": "token"}},
-    refuses=removes_tokens,
+    refuses=lambda settings, vit: removes_tokens(settings, vit) or only_images(settings, vit),
 )
 def lime(
     ask: Ask,
@@ -104,31 +112,34 @@ def lime(
 
     Args:
         samples: Number of samples; there are more patches than superpixels, so the default is above the paper's 1000.
-        unit: What a segment is: a "patch", a patch whose token is removed ("token"), or a quickshift superpixel
-            ("pixel"; needs the extra `lime`).
+        unit: What a segment is: a "patch", a patch whose token is removed ("token"), a quickshift superpixel ("pixel";
+            needs the extra `lime`), or a set of patches ("frame", "tube", "band", "slice"), whose cells share its
+            coefficient evenly.
         fill: What hidden segments show: their mean colour, or another fill.
         width: Width of the kernel that weighs the samples.
         ridge: Penalty on the coefficients.
         level: "token": maps [B,h,w], superpixels averaged over each patch. "pixel": segments painted on pixels [B,H,W].
     """
-    size = (ask.images.shape[-2], ask.images.shape[-1])
+    size, layout, removes = ask.vit.geometry.size, ask.vit.layout, drops(unit, fill)
     if unit == "pixel":
         labels = torch.stack([superpixels(image, ask.vit) for image in ask.images])
     else:
-        labels = patch_labels(ask.vit, size)[None]
+        labels = patch_labels(ask.vit, size, unit)[None]
     counts = labels.flatten(1).amax(1) + 1
     z = torch.zeros(len(counts), samples, int(counts.max()), dtype=torch.bool)
     for shown, count in zip(z, counts.tolist(), strict=True):
-        shown[:, :count] = bernoulli((samples, count), 0.5, ask.generator(), empty=unit != "token")
+        shown[:, :count] = bernoulli((samples, count), 0.5, ask.generator(), empty=not removes)
         shown[0, :count] = True
-    labels = labels.to(ask.images.device).expand(len(ask.images), -1, -1)
+    labels = labels.to(ask.images.device).expand(len(ask.images), *size)
 
     def of(images: Tensor) -> Tensor:
         return z if len(z) == 1 else z[images]
 
     def score(images: Tensor, part: slice) -> Tensor:
         shown, some = of(images)[:, part], ask.of(images)
-        return score_kept(some, shown) if unit == "token" else _score_segments(some, shown, labels[images], fill)
+        if removes:
+            return score_kept(some, in_sets(shown, layout, unit).flatten(2))
+        return _score_segments(some, shown, labels[images], fill)
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
         where = torch.device("cpu") if scores.device.type == "mps" else scores.device
@@ -139,7 +150,7 @@ def lime(
         def map_of(weights: Tensor) -> Tensor:
             found = fit(shown, y, nearness * weights, ridge).to(scores)
             if unit != "pixel" and level == "token":
-                return found.view(*found.shape[:2], *ask.vit.grid)
+                return shared_in_sets(found, layout, unit)
             painted = found.gather(2, index).view(*found.shape[:2], *size)
             return painted if level == "pixel" else to_cells(painted, ask.vit.grid, ask.vit.extent)
 
@@ -151,7 +162,7 @@ def lime(
 def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"]) -> Tensor:
     """Scores [B,n,T] of images with the segments z [B,n,S] (or one z for all) shown, of labels [B,H,W]."""
     if fill == "segment-mean":
-        filling: Filling = segment_means(ask.images, labels)
+        filling: Filling = ask.vit.as_input(segment_means(ask.vit.channels_first(ask.images), labels))
     else:
         filling = fill_images(fill, ask.images, ask.vit, ask.seed)
     owner, flat = owners(ask, z.shape[1]), z.expand(len(ask.images), -1, -1).flatten(0, 1)

@@ -201,7 +201,8 @@ def _tail(request: Request) -> Callable[[LayerMaps, int], Tensor] | None:
 
 def _finish(request: Request, vit: Anatomy, seen: Pass, j: int) -> Tensor:
     if not request.backward and not vit.rows_differ:
-        return finish(request, vit, seen, j)[:, None].expand(-1, seen.targets.count, -1, -1)
+        found = finish(request, vit, seen, j)
+        return found[:, None].expand(-1, seen.targets.count, *found.shape[1:])
     return torch.stack([finish(request, vit, seen, j, t) for t in range(seen.targets.count)], 1)
 
 
@@ -256,7 +257,7 @@ def _call(request: Request, ask: Ask) -> Estimate:
 
 def _constant(maps: Tensor) -> Tensor:
     """Which images [...,B] have a constant map among theirs [...,B,T,h,w]; a single patch does not count."""
-    return constant(maps.flatten(-2)).any(-1) & (maps.shape[-2:] != (1, 1))
+    return constant(maps.flatten(3)).any(-1) & (maps[0, 0, 0].numel() > 1)
 
 
 def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,11 +12,12 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import PatchlightError
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.layout import SETS, Layout
 from patchlight.core.registry import Settings
 from patchlight.core.resize import to_cells, to_pixels
 from patchlight.evidence.ablation import TokenSubsets, Unit
-from patchlight.evidence.fills import Fill, Filling, fill_images, painted
+from patchlight.evidence.fills import Fill, Filling, drops, fill_images, painted
 from patchlight.methods.base import Ask, Level
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -37,8 +39,8 @@ class MadeMasks:
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
         owner = self.owner[part].to(images.device)
         with torch.autocast(images.device.type, enabled=False):  # a mask has the precision of the image
-            masks = to_pixels(self.make(part)[:, None].to(images), images.shape[-2:], vit.extent, "nearest")
-            shown = painted(images, self.fill, owner, masks)
+            masks = to_pixels(self.make(part)[:, None].to(images), vit.geometry.size, vit.extent, "nearest")
+            shown = painted(images, self.fill, owner, vit.as_input(masks))
         return vit.embed(shown), None
 
 
@@ -83,7 +85,7 @@ def score_kept(ask: Ask, kept: Tensor) -> Tensor:
 
 def score_patches(ask: Ask, kept: Tensor, unit: Unit, fill: Fill) -> Tensor:
     """Scores [B,M,T] of every image with only the patches kept [M,h,w]; the rest is removed, or shows `fill`."""
-    if unit == "token":
+    if drops(unit, fill):
         return score_kept(ask, kept.flatten(1))
     shown, filling = kept.to(ask.images), fill_images(fill, ask.images, ask.vit, ask.seed)
     return score_masks(ask, lambda index: shown[index], len(kept), filling)
@@ -99,8 +101,20 @@ def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empt
 
 
 def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that remove tokens if `unit` is "token"."""
-    return vit.can_drop if settings["unit"] == "token" else None
+    """The refusal of methods that remove tokens if `unit` is "token", or whose unit the model's grid does not have."""
+    try:
+        vit.layout.sets(settings["unit"])
+    except Unsupported as error:
+        return str(error)
+    return vit.can_drop if drops(settings["unit"], settings.get("fill")) else None
+
+
+def only_images(settings: Settings, vit: Anatomy) -> str | None:
+    """The refusal of methods that mask or warp pictures, which a grid of other axes does not have."""
+    if vit.layout.inputs == "images" or settings.get("unit", "pixel") != "pixel":
+        return None
+    advice = "; unit='patch' works" if "unit" in settings else "; 'occlusion' and 'kernel-shap' work"
+    return f"it masks or warps pictures, and {vit.name} takes {vit.layout.inputs}{advice}"
 
 
 def needs_neighbours(settings: Settings, vit: Anatomy) -> str | None:
@@ -108,13 +122,13 @@ def needs_neighbours(settings: Settings, vit: Anatomy) -> str | None:
     if vit.unordered and settings.get("unit", "pixel") == "pixel":
         advice = "; unit='token' works" if "unit" in settings else ""
         return f"it masks or warps neighbours together, and the tiles of a bag have none{advice}"
-    return None
+    return only_images(settings, vit)
 
 
 def at_level(maps: Tensor, level: Level, ask: Ask) -> Tensor:
     """Maps [...,h,w] of patches or pixels at a level: patches painted on pixels, or pixels averaged over patches."""
     if level == "pixel":
-        return to_pixels(maps, ask.images.shape[-2:], ask.vit.extent, "nearest")
+        return to_pixels(maps, ask.vit.geometry.size, ask.vit.extent, "nearest")
     return to_cells(maps, ask.vit.grid, ask.vit.extent)
 
 
@@ -125,12 +139,30 @@ def sliding(length: int, window: int, stride: int) -> Tensor:
     return (at >= begin[:, None]) & (at < begin[:, None] + window)
 
 
-def window_sum(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Sum over the windows that cover each place: values [...,ny,nx] to [...,H,W]."""
-    return rows.T.to(values) @ values @ columns.to(values)
+def window_sum(values: Tensor, *axes: Tensor) -> Tensor:
+    """Sum over the windows that cover each place: values [...,ny,nx] to [...,H,W], from those of `sliding`."""
+    for place, axis in enumerate(axes[:-2], -len(axes)):
+        values = (values.movedim(place, -1) @ axis.to(values)).movedim(-1, place)
+    return axes[-2].T.to(values) @ values @ axes[-1].to(values)
 
 
-def window_masks(rows: Tensor, columns: Tensor, index: Tensor | None = None) -> Tensor:
+def window_masks(axes: Sequence[Tensor], index: Tensor | None = None) -> Tensor:
     """The windows [n,H,W] with the given indices (all, in reading order), from indicators [ny,H] and [nx,W]."""
-    index = torch.arange(len(rows) * len(columns), device=rows.device) if index is None else index
-    return rows[index // len(columns)][:, :, None] & columns[index % len(columns)][:, None]
+    counts = [len(axis) for axis in axes]
+    index = torch.arange(math.prod(counts), device=axes[0].device) if index is None else index
+    masks = torch.ones(len(index), dtype=torch.bool, device=index.device)
+    for axis, own in zip(axes, torch.unravel_index(index, counts), strict=True):
+        masks = masks[..., None] & axis[own].view(len(index), *[1] * (masks.ndim - 1), -1)
+    return masks
+
+
+def in_sets(values: Tensor, layout: Layout, unit: str) -> Tensor:
+    """Values [...,U] of the sets of a unit as values of cells [...,*grid], each the same for all cells of its set."""
+    if unit not in SETS:
+        return values.reshape(*values.shape[:-1], *layout.grid)
+    return values[..., layout.sets(unit).to(values.device)].reshape(*values.shape[:-1], *layout.grid)
+
+
+def shared_in_sets(values: Tensor, layout: Layout, unit: str) -> Tensor:
+    """The same, with the value of a set shared evenly by its cells, so that the sum stays."""
+    return in_sets(values if unit not in SETS else values * (values.shape[-1] / layout.cells), layout, unit)

@@ -20,7 +20,7 @@ from patchlight.evidence.ablation import Count, PixelMasks, RankRanges, Variants
 from patchlight.evidence.fills import Fill, Filling, fill_images
 from patchlight.methods.base import Ask, Level, ablates
 from patchlight.methods.lime import patch_labels, picture
-from patchlight.methods.masking import at_level
+from patchlight.methods.masking import at_level, only_images
 from patchlight.methods.posterior import prior_map
 from patchlight.methods.search import guided_order, prior_dependence, refuse_prior, region_members
 
@@ -197,7 +197,7 @@ def _blurry(ask: Ask) -> Tensor:
     nonnegative=True,
     cost="the prior, and for N patches 28 N + 2 H forwards (6,000 for 14 x 14 patches)",
     quick={"prior": "rawatt", "side": 2, "candidates": 2},
-    refuses=refuse_prior,
+    refuses=lambda settings, vit: only_images({}, vit) or refuse_prior(settings, vit),
     depends=prior_dependence,
     presets={"authors": {"regions": "slic", "level": "pixel"}},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -43,13 +44,13 @@ def pami(
         unit: Whether patches outside the part show `fill` ("patch") or are removed ("token").
     """
     sizes = [windows] if isinstance(windows, int) else windows
-    axes = [tuple(sliding(length, min(size, length), stride) for length in ask.vit.grid) for size in sizes]
-    parts = torch.cat([window_masks(rows, columns) for rows, columns in axes])
+    spans = [[sliding(length, min(size, length), stride) for length in ask.vit.grid] for size in sizes]
+    parts = torch.cat([window_masks(axes) for axes in spans])
     scores = score_patches(ask, parts, unit, fill)
     total, count = scores.new_zeros(()), scores.new_zeros(())
-    each = [len(rows) * len(columns) for rows, columns in axes]
-    for (rows, columns), some in zip(axes, scores.mT.split(each, -1), strict=True):
-        found = some.unflatten(-1, (len(rows), len(columns)))
-        total = total + window_sum(found, rows, columns)
-        count = count + window_sum(torch.ones_like(found[0, 0]), rows, columns)
+    each = [math.prod(map(len, axes)) for axes in spans]
+    for axes, some in zip(spans, scores.mT.split(each, -1), strict=True):
+        found = some.unflatten(-1, [len(axis) for axis in axes])
+        total = total + window_sum(found, *axes)
+        count = count + window_sum(torch.ones_like(found[0, 0]), *axes)
     return total / count.clamp_min(1)

@@ -126,15 +126,15 @@ def fields(ask: Ask, source: MaskSource, samples: int) -> Tensor:
     `activations`: centroids of a k-means of all blocks' outputs (those of `tis`); `grids`: coarse random grids,
     upsampled; `coalitions`: a random number per patch.
     """
-    rows, columns = ask.vit.grid
+    grid = ask.vit.grid
     if source == "activations":
         points = activation_points(ask)
         return kmeans(points, draw_initial(points.shape[1], samples, ask.seed))
     if source == "coalitions":
-        values = torch.rand(samples, rows * columns, generator=ask.generator())
+        values = torch.rand(samples, ask.vit.cells, generator=ask.generator())
     else:
-        coarse = torch.rand(samples, 1, min(GRID, rows), min(GRID, columns), generator=ask.generator())
-        values = at_size(coarse, (rows, columns), (1.0, 1.0), "bilinear").flatten(1)
+        coarse = torch.rand(samples, 1, *(min(GRID, side) for side in grid), generator=ask.generator())
+        values = at_size(coarse, grid, (1.0,) * len(grid), "bilinear").flatten(1)
     return values.to(ask.images.device).expand(len(ask.images), -1, -1)
 
 

@@ -11,12 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.evidence.ablation import Count, Unit
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, drops, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, ablates
 from patchlight.methods.masking import (
     Ratio,
     at_level,
     bernoulli,
+    in_sets,
     needs_neighbours,
     removes_tokens,
     score_masks,
@@ -131,16 +132,17 @@ def rise(
         keep: Probability p that a cell is shown.
         normaliser: "expected" divides by N p. "empirical" divides by sum_i M_i(x), which removes the masks' uneven
             coverage at the borders.
-        unit: "pixel": masks as above. "patch" samples the patches independently, and "token" removes their tokens.
+        unit: "pixel": masks as above. "patch" samples the patches independently, and "token" removes their tokens;
+            "frame", "tube", "band" and "slice" sample these sets of patches.
         level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
-    rows, columns = ask.vit.grid
+    layout = ask.vit.layout
     if unit == "pixel":
         size = (ask.images.shape[-2], ask.images.shape[-1])
         grids = draw_grids(samples, grid, keep, size, ask.generator()).to(ask.images)
     else:
-        kept = bernoulli((samples, rows * columns), keep, ask.generator(), empty=unit == "patch")
-        kept = kept.view(samples, rows, columns)
+        sets = int(layout.sets(unit).max()) + 1
+        kept = in_sets(bernoulli((samples, sets), keep, ask.generator(), empty=not drops(unit, fill)), layout, unit)
 
     def score(images: Tensor, part: slice) -> Tensor:
         some, count = ask.of(images), part.stop - part.start
@@ -156,7 +158,8 @@ def rise(
         def total(weights: Tensor) -> Tensor:
             if isinstance(shown, RandomGrids):
                 return shown.weighted(weights)
-            return torch.einsum("...n,nhw->...hw", weights, shown)
+            cells: Tensor = torch.einsum("...n,nc->...c", weights, shown.flatten(1))
+            return cells.view(*cells.shape[:-1], *layout.grid)
 
         def fit(weights: Tensor) -> Tensor:
             summed = total(weights * scores.mT)

@@ -52,11 +52,12 @@ def score_cam(
     maps, _ = feature_maps(ask, layer)
     flat = maps.flatten(0, 1)
     low, high = flat.new_empty(2, len(flat))
+    each = [-1, *[1] * len(ask.vit.grid)]
 
     def stretched(part: slice) -> Tensor:
-        up = to_pixels(flat[part], ask.images.shape[-2:], ask.vit.extent, align_corners=True)
-        low[part], high[part] = up.amin((1, 2)), up.amax((1, 2))
-        shown: Tensor = (up - low[part, None, None]) / (high[part] - low[part] + 1e-8)[:, None, None]
+        up = to_pixels(flat[part], ask.vit.geometry.size, ask.vit.extent, align_corners=True)
+        low[part], high[part] = up.flatten(1).amin(1), up.flatten(1).amax(1)
+        shown: Tensor = (up - low[part].view(each)) / (high[part] - low[part] + 1e-8).view(each)
         return shown
 
     filling = fill_images(fill, ask.images, ask.vit, ask.seed)
@@ -65,7 +66,8 @@ def score_cam(
     if weighting == "softmax":
         weights = scores.softmax(1)
     else:
-        maps = ((flat - low[:, None, None]) / (high - low + 1e-8)[:, None, None]).view_as(maps)
+        maps = ((flat - low.view(each)) / (high - low + 1e-8).view(each)).view_as(maps)
         weights = scores
-    cam = torch.einsum("bkt,bkhw->bthw", weights.to(maps), maps)
+    cam: Tensor = torch.einsum("bkt,bkc->btc", weights.to(maps), maps.flatten(2))
+    cam = cam.view(*cam.shape[:2], *ask.vit.grid)
     return cam.relu() if relu else cam

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.watching import Unseen
-from patchlight.core.layout import Layout
+from patchlight.core.layout import SETS, Layout
 from patchlight.core.registry import Settings
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.coalitions import draw_coalitions, members_first, no_coalitions, seen_tokens
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, drops, fill_images
 from patchlight.methods.base import Ask, Estimate, ablates
-from patchlight.methods.masking import owners
+from patchlight.methods.masking import in_sets, owners, removes_tokens, shared_in_sets
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
@@ -84,11 +84,14 @@ def _why_not_drop(vit: Anatomy) -> str | None:
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.cells == 1:
         return f"{vit.name} has one patch, so there is nothing to share the score among"
-    return _why_not_drop(vit) if settings["unit"] == "token" else None
+    if settings["unit"] in SETS:
+        reason = removes_tokens({**settings, "fill": "zero"}, vit)
+        return reason or (_why_not_drop(vit) if settings["fill"] == "none" else None)
+    return _why_not_drop(vit) if drops(settings["unit"], settings["fill"]) else None
 
 
 def _advice(settings: Settings, vit: Anatomy) -> str | None:
-    players = vit.cells
+    players = int(vit.layout.sets(settings["unit"]).max()) + 1
     if settings["samples"] >= players:
         return None
     return f"{settings['samples']} coalitions are too few for {players} patches; use at least samples={10 * players}"
@@ -108,7 +111,7 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
 def kernel_shap(
     ask: Ask,
     samples: Annotated[int, Field(ge=2)] = 2000,
-    unit: Literal["auto", "token", "patch"] = "auto",
+    unit: Literal["auto", "token", "patch", "frame", "tube", "band", "slice"] = "auto",
     fill: Fill = "zero",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
@@ -125,17 +128,19 @@ def kernel_shap(
         samples: Number n of coalitions; it should be at least 10 d for d patches.
         unit: What happens to the other patches. "token" removes them, and of the empty coalition the prefix tokens
             remain; "patch" paints `fill` in their place. "auto" removes tokens where the model can and its classifier
-            reads prefix tokens alone.
+            reads prefix tokens alone. With "frame", "tube", "band" and "slice", these sets of patches are the players,
+            and their patches share the value evenly.
     """
-    grid = ask.vit.grid
-    z = draw_coalitions(samples, ask.vit.cells, ask.generator())
+    layout = ask.vit.layout
+    z = draw_coalitions(samples, int(layout.sets(unit).max()) + 1, ask.generator())
     ends = torch.stack([torch.zeros_like(z[0]), torch.ones_like(z[0])])
-    removes = unit == "token" or (unit == "auto" and _why_not_drop(ask.vit) is None)
+    removes = drops(unit, fill) or (unit == "auto" and _why_not_drop(ask.vit) is None)
 
     def value(some: Ask, z: Tensor) -> Tensor:
+        cells = in_sets(z, layout, unit)
         if removes:
-            return score_coalitions(some, z)
-        masks = z.view(-1, *grid).repeat(len(some.images), 1, 1)
+            return score_coalitions(some, cells.flatten(1))
+        masks = cells.repeat(len(some.images), *[1] * len(layout.grid))
         painted = fill_images(fill, some.images, ask.vit, ask.seed)
         return some.score_variants(PixelMasks(owners(some, len(z)), masks, painted)).view(len(some.images), len(z), -1)
 
@@ -150,7 +155,7 @@ def kernel_shap(
 
         def fit(weights: Tensor) -> Tensor:
             phi = constrained_values(shown, gain, total, weights)
-            return phi.T.reshape(len(images), -1, *grid).to(ask.images)
+            return shared_in_sets(phi.T.reshape(len(images), -1, phi.shape[0]), layout, unit).to(ask.images)
 
         return jackknife(fit, len(gain), gain, together=2)
 

@@ -58,7 +58,7 @@ def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor
     total: Any = 0.0
 
     def gradients(some: Tensor) -> Tensor:
-        scaled = (some[:, None, None, None, None] * ask.images).flatten(0, 1)
+        scaled = (some.view(-1, *[1] * ask.images.ndim) * ask.images).flatten(0, 1)
         found: Tensor = ask.run([job], scaled).at(last)
         rows: Tensor = found.unflatten(0, (len(some), batch))
         return rows

@@ -19,7 +19,7 @@ from patchlight.core.resize import axis_matrix, fitted, to_pixels
 from patchlight.evidence.ablation import Count, Rendered
 from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.cams import ATTENTION, NORM1, Layer, channel_reads, feature_maps, no_place
-from patchlight.methods.masking import owners
+from patchlight.methods.masking import only_images, owners
 from patchlight.methods.rise import draw_grids
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
@@ -34,6 +34,8 @@ _BLOCK = 16
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     layer = settings["layer"]
+    if only_images(settings, vit) is not None:
+        return only_images(settings, vit)
     if vit.hierarchical:
         reason = f"{vit.name} has no blocks to name as a layer; load it with another stage, and leave layer out"
         return None if layer == NORM1 or settings["variant"] == 2 else reason

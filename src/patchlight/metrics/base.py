@@ -20,6 +20,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, UndefinedMetric, Unsupported, warn
 from patchlight.core.frames import make_frame, stack_frames
+from patchlight.core.layout import SETS
 from patchlight.core.registry import (
     Entry,
     Registry,
@@ -97,9 +98,9 @@ class Measure:
     facts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the images."""
-        return self.images.shape[-2], self.images.shape[-1]
+    def size(self) -> tuple[int, ...]:
+        """Height and width of the images; the length of other inputs along each axis of the grid."""
+        return self.vit.geometry.size
 
     @property
     def ablation(self) -> Ablation:
@@ -145,6 +146,12 @@ class Measure:
         """The maps on the patch grid [B,h,w]; finer ones are averaged over each patch."""
         return on_grid(self.maps, self.vit)
 
+    def in_units(self, unit: Unit, upsampling: Upsampling = "bilinear") -> Tensor:
+        """The maps at pixels [B,H,W], on the patch grid [B,h,w], or summed over the sets of a unit [B,U]."""
+        if unit not in SETS:
+            return self.upsampled(upsampling) if unit == "pixel" else self.on_grid()
+        return self.on_grid().flatten(1)[:, self.vit.layout.members(unit).to(self.maps.device)].sum(-1)
+
     def ranks(
         self,
         unit: Unit = "pixel",
@@ -152,14 +159,14 @@ class Measure:
         lowest_first: bool = False,
         reverse_ties: bool = False,
     ) -> Tensor:
-        """The place of each pixel [B,H,W] or patch [B,h,w] in falling order of the map, 0 the highest.
+        """The place of each pixel [B,H,W], patch [B,h,w] or set [B,U] in falling order of the map, 0 the highest.
 
         Ties are ordered by one permutation, sampled from the seed, or by its reverse (`reverse_ties`). A map, its
         positive multiples and its negative have the same ties.
         """
 
         def make() -> Tensor:
-            maps = self._order_values(upsampling) if unit == "pixel" else self.on_grid()
+            maps = self._order_values(upsampling) if unit == "pixel" else self.in_units(unit)
             return ranked(-maps if lowest_first else maps, self.seed, reverse_ties)
 
         ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first, reverse_ties), make)
@@ -172,22 +179,26 @@ class Measure:
         the outermost cell centres, pixels repeat those at the centres. A map in which cells are equal is interpolated
         in float64 and rounded to 2^-30 of its largest magnitude.
         """
-        values, (rows, columns) = self.upsampled(upsampling), self.maps.shape[1:]
-        if upsampling == "nearest" or rows * columns >= values[0].numel():
+        values, sides = self.upsampled(upsampling), self.maps.shape[1:]
+        if upsampling == "nearest" or sides.numel() >= values[0].numel():
             return values
-        down, across = (
+        axes = [
             to_pixels(torch.eye(cells, dtype=torch.float64)[..., None], (pixels, 1), (extent, 1), upsampling)[..., 0].T
-            for cells, pixels, extent in zip((rows, columns), self.size, self.vit.extent, strict=True)
-        )
-        values = values[:, _inside(down).to(values.device)][:, :, _inside(across).to(values.device)]
+            for cells, pixels, extent in zip(sides, self.size, self.vit.extent, strict=True)
+        ]
+        for dim, axis in enumerate(axes, 1):
+            values = values.movedim(dim, 0)[_inside(axis).to(values.device)].movedim(0, dim)
         cells = self.maps.flatten(1).sort(1).values
         tied = (cells.diff(dim=1) == 0).any(1)
         if not bool(tied.any()):
             return values
         maps = self.maps[tied].cpu().double()
-        maps = maps / maps.abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
+        largest = maps.flatten(1).abs().amax(1).view(-1, *[1] * len(axes))
+        maps = maps / largest.clamp_min(torch.finfo(maps.dtype).tiny)
+        for dim, axis in enumerate(axes[:-2], 1):
+            maps = (maps.movedim(dim, -1) @ axis.T).movedim(-1, dim)
         exact = values.cpu().double()
-        exact[tied.cpu()] = (down @ maps @ across.T * 2**30).round()
+        exact[tied.cpu()] = (axes[-2] @ maps @ axes[-1].T * 2**30).round()
         places: Tensor = exact.unique(return_inverse=True)[1]
         return places.to(values.device)  # integers, because MPS has no float64
 
@@ -406,6 +417,8 @@ class MetricRequest:
             sure = vit.outputs.no_probability(vit.classes) is None
             settings = {**settings, "score": "probability" if sure else "logit"}
         reason = self.metric.refuses(settings, vit) if self.metric.refuses is not None else None
+        if "boxes" in self.metric.needs and vit.layout.inputs != "images":
+            reason = f"boxes are drawn on pictures, and {vit.name} takes {vit.layout.inputs}; metrics with masks work"
         if reason is not None:
             raise Unsupported(f"'{self.metric.name}' cannot be measured on {vit.name}: {reason}")
         return replace(self, settings=settings)
@@ -669,18 +682,29 @@ def evaluations_html(
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     """Maps [B,h,w] in float32 or wider, refused if they do not fit the images."""
-    if maps.ndim != 3 or len(maps) != count:
-        raise PatchlightError(f"maps have shape {list(maps.shape)}; {count} images take maps of shape [{count}, h, w]")
-    (h, w), (height, width) = maps.shape[-2:], vit.preprocess.size
+    if maps.ndim != 1 + len(vit.grid) or len(maps) != count:
+        sides = ", ".join("hw" if len(vit.grid) == 2 else vit.axes)
+        raise PatchlightError(
+            f"maps have shape {list(maps.shape)}; {count} images take maps of shape [{count}, {sides}]"
+        )
     if maps.is_complex():
         raise PatchlightError(f"maps are of type {maps.dtype}; give real numbers")
+    maps = maps if maps.dtype in (torch.float32, torch.float64) else maps.float()
+    if len(vit.grid) != 2:
+        if tuple(maps.shape[1:]) not in (vit.grid, vit.geometry.size):
+            raise PatchlightError(
+                f"maps are {list(maps.shape[1:])}; give them on the grid {list(vit.grid)}, or at the size of the input "
+                f"{list(vit.geometry.size)}"
+            )
+        return maps
+    (h, w), (height, width) = maps.shape[-2:], vit.geometry.size
     if (h, w) != tuple(vit.grid) and (h < vit.grid[0] or h * width != w * height or h > height):
         grid = "x".join(map(str, vit.grid))
         raise PatchlightError(
             f"maps are {h}x{w}, which does not cover {height}x{width} images; give them on the patch grid ({grid}), "
             f"at image size, or at a resolution of the same proportions between"
         )
-    return maps if maps.dtype in (torch.float32, torch.float64) else maps.float()
+    return maps
 
 
 def made_by(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:

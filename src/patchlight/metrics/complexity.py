@@ -98,9 +98,10 @@ def completeness_error(
     explained = _score(ask, ask.images, score)
     if baseline is not None:
         fill = fill_images(baseline, ask.images, ask.vit, ask.seed)
-        every, nothing = torch.arange(len(ask.images)), torch.zeros_like(ask.images[:, :1], dtype=torch.bool)
+        planes = ask.vit.channels_first(ask.images)[:, :1]
+        every, nothing = torch.arange(len(planes)), ask.vit.as_input(torch.zeros_like(planes, dtype=torch.bool))
         explained = explained - _score(ask, painted(ask.images, fill, every, nothing), score)
-    error = (ask.maps.double().sum((1, 2)) - explained).abs()
+    error = (ask.maps.double().sum(list(range(1, ask.maps.ndim))) - explained).abs()
     return Measured(error / explained.abs() if relative else error)
 
 

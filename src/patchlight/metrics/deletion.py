@@ -19,7 +19,7 @@ from patchlight.core.errors import Unsupported
 from patchlight.core.resize import Upsampling, to_pixels
 from patchlight.core.targets import Targets, target_scores
 from patchlight.evidence.ablation import Count, RankRanges, TokenSubsets, Unit
-from patchlight.evidence.fills import Fill, fill_images
+from patchlight.evidence.fills import Fill, drops, fill_images
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
 from patchlight.metrics.quantities import no_score
 
@@ -59,8 +59,7 @@ def thresholds(cells: int, steps: int | None, first: bool) -> Tensor:
 
 
 def count_cells(ask: Measure, unit: Unit) -> int:
-    rows, columns = ask.size if unit == "pixel" else ask.vit.grid
-    return rows * columns
+    return math.prod(ask.size) if unit == "pixel" else int(ask.vit.layout.sets(unit).max()) + 1
 
 
 def area(curve: Tensor, integrator: Integrator, x: Tensor) -> Tensor:
@@ -108,13 +107,15 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
 
     Metrics of one call share equal variants. P forward passes per image.
     """
-    unit = removal.unit
+    unit, labels = removal.unit, ask.vit.layout.sets(removal.unit)
+    removes = drops(unit, removal.fill)
     ordering = (unit, removal.upsampling, removal.lowest_first, removal.reverse_ties)
     seed = ask.seed if removal.noise_seed is None else removal.noise_seed
 
     def pixels() -> Tensor:
         ranks = ask.ranks(*ordering)
-        if unit == "patch":
+        if unit != "pixel":
+            ranks = ranks if unit == "patch" else ranks[:, labels.to(ranks.device)].view(-1, *ask.vit.grid)
             ranks = to_pixels(ranks.float(), ask.size, ask.vit.extent, "nearest").int()
         count = len(ask.images)
         owner = torch.arange(count).repeat_interleave(len(begin))
@@ -123,18 +124,21 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
         return ask.ablation.logits(variants).view(count, len(begin), -1)
 
     def tokens() -> Tensor:
+        if unit == "pixel":
+            raise Unsupported("fill='none' removes tokens, not pixels; give unit='token' or a fill")
         check_tokens(ask.vit, count_cells(ask, unit) - int((end - begin).max()))
         order = ask.ranks(*ordering).flatten(1).argsort(1)
+        members = ask.vit.layout.members(unit).to(order.device)
         owner = torch.arange(len(order))
         kept = [torch.cat([order[:, :a], order[:, b:]], 1) for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
-        logits = ask.ablation.logits([TokenSubsets(owner, some) for some in kept])
+        logits = ask.ablation.logits([TokenSubsets(owner, members[some].flatten(1)) for some in kept])
         return logits.view(len(kept), len(order), -1).transpose(0, 1)
 
     ablation = tuple(sorted(ask.ablation_settings.items()))
-    filled_by = () if unit == "token" else (removal.fill, removal.noise, seed)
+    filled_by = () if removes else (removal.fill, removal.noise, seed)
     ranges = (tuple(begin.tolist()), tuple(end.tolist()))
     key = ("removed", *ranges, *ordering, filled_by, ablation)
-    logits: Tensor = ask.once(key, tokens if unit == "token" else pixels)
+    logits: Tensor = ask.once(key, tokens if removes else pixels)
     return logits
 
 

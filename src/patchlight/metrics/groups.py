@@ -75,7 +75,7 @@ def saco(
     if groups > cells:
         raise PatchlightError(f"groups={groups} cannot be made of {cells} cells; give at most {cells}, or unit='pixel'")
     edges = torch.arange(groups + 1) * cells // groups
-    maps = (ask.upsampled(upsampling) if unit == "pixel" else ask.on_grid()).flatten(1).double()
+    maps = ask.in_units(unit, upsampling).flatten(1).double()
     ranks = ask.ranks(unit, upsampling).flatten(1)
     group = torch.bucketize(ranks, edges[1:].to(ranks), right=True)
     salience = maps.new_zeros(len(maps), groups).scatter_add_(1, group, maps)

@@ -68,7 +68,7 @@ def _object(ask: Measure, region: Region | None, max_area: float | None) -> tupl
     else:
         assert ask.masks is not None
         pixels, absent, empty = ask.masks == 1, {}, "its mask shows no object"
-    area = pixels.double().mean((1, 2))
+    area = pixels.double().mean(_places(pixels))
     reasons = dict.fromkeys(_where(area == 0), empty)
     if max_area is not None:
         reasons |= {
@@ -88,14 +88,20 @@ def _defined(values: Tensor, reasons: Mapping[int, str]) -> Tensor:
     return values
 
 
+def _places(maps: Tensor) -> tuple[int, ...]:
+    """All dimensions but that of the batch."""
+    return tuple(range(1, maps.ndim))
+
+
 def _grow(pixels: Tensor, by: float) -> Tensor:
-    """Pixels [B,H,W] and all within a distance of `by`."""
+    """Pixels [B,H,W] and all within a distance of `by`, in their own frame or slice."""
     reach = int(by)
     if reach == 0:
         return pixels
     line = torch.arange(-reach, reach + 1, device=pixels.device)
     disc = (line[:, None] ** 2 + line**2 <= by**2).float()[None, None]
-    return F.conv2d(pixels[:, None].float(), disc, padding=reach)[:, 0] > 0.5
+    planes = pixels.reshape(-1, 1, *pixels.shape[-2:]).float()
+    return F.conv2d(planes, disc, padding=reach).view(pixels.shape) > 0.5
 
 
 _POINTING: dict[str, Mapping[str, Any]] = {
@@ -161,8 +167,8 @@ def energy_pointing(
     pixels, reasons = _object(ask, region, max_area)
     maps = ask.upsampled(upsampling).double()
     energy = maps.abs() if negative == "absolute" else maps.relu()
-    energy = torch.where(energy.amax((1, 2), keepdim=True) > 0, energy, torch.ones_like(energy))
-    values = (energy * pixels).sum((1, 2)) / energy.sum((1, 2))
+    energy = torch.where(energy.amax(_places(energy), keepdim=True) > 0, energy, torch.ones_like(energy))
+    values = (energy * pixels).sum(_places(energy)) / energy.sum(_places(energy))
     return Measured(_defined(values, reasons), reasons=reasons)
 
 
@@ -219,7 +225,7 @@ def ap(
 def unit_range(maps: Tensor) -> Tensor:
     """Maps [B,h,w] scaled to [0, 1] in float64; a constant map becomes 0."""
     maps = maps.double()
-    low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
+    low, high = (end(_places(maps), keepdim=True) for end in (maps.amin, maps.amax))
     return (maps - low) / torch.where(high > low, high - low, 1)
 
 

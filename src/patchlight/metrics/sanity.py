@@ -94,6 +94,9 @@ def similar(
         return spearman(a.flatten(1), b.flatten(1))
     if similarity == "spearman-abs":
         return spearman(a.abs().flatten(1), b.abs().flatten(1))
+    if ask.vit.layout.inputs != "images":
+        takes = f"{ask.vit.name} takes {ask.vit.layout.inputs}"
+        raise Unsupported(f"similarity='{similarity}' compares pictures, and {takes}; use 'spearman'")
     a, b = (unit_range(to_pixels(m.double(), ask.size, ask.vit.extent)) for m in (a, b))
     return ssim(a, b, window) if similarity == "ssim" else spearman(hog(a, cell), hog(b, cell))
 

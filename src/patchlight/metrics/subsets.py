@@ -40,7 +40,7 @@ def set_effects(ask: Measure, sets: Tensor, unit: Removed, fill: Fill) -> tuple[
         kept = (~hidden).nonzero()[:, 1].view(len(sets), -1).repeat(count, 1)
         logits = ask.ablation.logits(TokenSubsets(owner, kept))
     else:
-        masks = (~hidden).view(-1, *ask.vit.grid).repeat(count, 1, 1)
+        masks = (~hidden).view(-1, *ask.vit.grid).repeat(count, *[1] * len(ask.vit.grid))
         filled = fill_images(fill, ask.images, ask.vit, ask.seed)
         logits = ask.ablation.logits(PixelMasks(owner, masks, filled))
     return maps @ hidden.double().T, logits.view(count, len(sets), -1)

@@ -19,7 +19,6 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.pictures import percent, short
 from patchlight.core.targets import Targets, UnsplitLabels
-from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, MeasuredScore, on_grid
 from patchlight.metrics.deletion import Removal, check_tokens, count_cells, measured, removed_logits, scored, thresholds
@@ -222,7 +221,7 @@ class Trial:
     image: Tensor
     targets: Targets
     steps: int = 16
-    unit: Unit = "patch"
+    unit: Literal["token", "patch", "pixel"] = "patch"
     fill: Fill = "image-mean"
     randoms: int = 20
     seed: int = 0

@@ -470,7 +470,7 @@ def _finite(maps: Tensor, first: int, label: str) -> tuple[Tensor, dict[int, str
         names = ", ".join(str(first + int(i)) for i in flat_maps[:8]) + (f" by {label}" if label else "")
         words = f"the map of image {names} is constant: its order is random, and its value is that of a random map"
         warn(words, UndefinedMetric)
-    return torch.where(broken[:, None, None], 0, maps), reasons
+    return torch.where(broken.view(-1, *[1] * (maps.ndim - 1)), 0, maps), reasons
 
 
 def _only_labelled(request: MetricRequest, given: Measure, measured: Measured) -> Measured:

@@ -119,7 +119,7 @@ def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
         check_supported(maps, vit)
         return Source(request=maps, method=maps_by(maps))
     if isinstance(maps, Attribution):
-        if maps.scores.ndim != 3:
+        if maps.several:
             raise PatchlightError("this attribution explains several classes per image; measure one class at a time")
         check_model(maps, vit)
         targets = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
@@ -223,8 +223,8 @@ def _labels(labels: Any, count: int, vit: Anatomy) -> Tensor:
 
 def _masks(masks: Any, count: int, vit: Anatomy) -> Tensor:
     tensor = masks if isinstance(masks, Tensor) else torch.as_tensor(np.asarray(masks))
-    if tuple(tensor.shape) != (count, *vit.preprocess.size):
-        size = [count, *vit.preprocess.size]
+    if tuple(tensor.shape) != (count, *vit.geometry.size):
+        size = [count, *vit.geometry.size]
         raise PatchlightError(f"masks have shape {list(tensor.shape)}; these images take masks of shape {size}")
     values = set(tensor.unique().tolist())
     if not values <= {-1, 0, 1}:

@@ -83,25 +83,26 @@ def tint(values: Pixels, signed: bool, cmap: Any = None, alpha: float = ALPHA) -
     return rgb, alpha * strength[..., None]
 
 
-def display_size(size: tuple[int, int], least: int = 224) -> tuple[int, int]:
+def display_size(size: tuple[int, ...], least: int = 224) -> tuple[int, int]:
     """The model's input size, or its smallest multiple with a side of at least `least` pixels."""
     times = max(1, math.ceil(least / max(size)))
     return size[0] * times, size[1] * times
 
 
-def seen(image: Picture, size: tuple[int, int], preprocess: Preprocess | None = None, least: int = 224) -> Image.Image:
+def seen(image: Picture, size: tuple[int, ...], preprocess: Preprocess | None = None, least: int = 224) -> Image.Image:
     """The part of an image that the model saw, at a size that a person can read.
 
     Without `preprocess`, this is the largest central part with the shape of the model's input.
     """
-    view = replace(preprocess or Preprocess(size), size=display_size(size, least))
+    height, width = display_size(size, least)
+    view = replace(preprocess or Preprocess((height, width)), size=(height, width))
     if isinstance(image, Image.Image) and image.mode == "RGB" and image.size == view.size[::-1]:
         return image
     return view.crop(open_image(image))
 
 
 def upsample(
-    scores: Tensor, size: Sequence[int], upsampling: Upsampling = "bilinear", covers: tuple[float, float] = (1.0, 1.0)
+    scores: Tensor, size: Sequence[int], upsampling: Upsampling = "bilinear", covers: tuple[float, ...] = (1.0, 1.0)
 ) -> Tensor:
     """Scores [h,w] at another size, averaged if that is smaller.
 
@@ -117,7 +118,7 @@ def blend(
     cmap: Any = None,
     alpha: float = ALPHA,
     upsampling: Upsampling = "bilinear",
-    covers: tuple[float, float] = (1.0, 1.0),
+    covers: tuple[float, ...] = (1.0, 1.0),
 ) -> Image.Image:
     """Scores [h,w] as heat over a picture of exactly what they explain."""
     values = scale(upsample(scores, picture.size[::-1], upsampling, covers)).double().numpy()
@@ -131,14 +132,14 @@ def blend(
 def overlay(
     scores: Tensor,
     image: Picture,
-    size: tuple[int, int],
+    size: tuple[int, ...],
     *,
     preprocess: Preprocess | None = None,
     cmap: Any = None,
     alpha: float = ALPHA,
     signed: bool | None = None,
     upsampling: Upsampling = "bilinear",
-    covers: tuple[float, float] = (1.0, 1.0),
+    covers: tuple[float, ...] = (1.0, 1.0),
 ) -> Image.Image:
     """Scores [h,w] as heat over an image, which is cropped as the model crops it.
 

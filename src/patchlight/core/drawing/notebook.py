@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.core.attribution import Attribution
+from patchlight.core.drawing.arrays import array_figure
 from patchlight.core.drawing.heat import (
     HEAT,
     SATURATED,
@@ -25,7 +26,7 @@ from patchlight.core.drawing.heat import (
     upsample,
 )
 from patchlight.core.drawing.page import data_url
-from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, ignores_class, map_title
+from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, figure_picture, ignores_class, map_title
 from patchlight.core.drawing.tiles import tiles_picture
 from patchlight.core.photos import as_picture
 from patchlight.core.text import plural
@@ -80,7 +81,7 @@ def heat_html(att: Attribution) -> str:
     more = f"<p>and {len(maps) - SHOWN} more</p>" if len(maps) > SHOWN else ""
     ends = "blue: against, red: for" if signed else "dark: lowest, bright: highest"
     badge = f"; {IGNORES_CLASS}" if ignores_class(att) else ""
-    size = f"{plural(len(att), 'image')}, {att.grid[0]}x{att.grid[1]} {att.level}s"
+    size = f"{plural(len(att), 'image')}, {'x'.join(map(str, att.grid))} {att.level}s"
     facts = f"{size}; {ends}, up to the 99th percentile{badge}"
     return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{''.join(cells)}{more}</div>"
 
@@ -116,6 +117,8 @@ def figure_html(fig: ShownFigure, words: str) -> str:
 
 def heat_picture(att: Attribution, i: int, signed: bool | None = None, side: int = SHARP) -> Image.Image:
     """Map number i over its photograph, or as colours only if no photograph was kept."""
+    if not att.pictures:
+        return figure_picture(array_figure(att, i))
     scores = att.scores.reshape(-1, *att.grid)[i]
     signed = is_signed(att.scores) if signed is None else signed
     photo = _photo(att, i, side)
@@ -134,7 +137,7 @@ def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
 def _photo(att: Attribution, i: int, side: int) -> Image.Image | None:
     """The photograph of map number i with a longer side of `side`, if it was kept."""
     image = i // max(att.target.numel() // max(len(att), 1), 1)
-    return as_picture(att.photos[image], side) if image < len(att.photos) else None
+    return as_picture(att.photos[image], side) if att.pictures and image < len(att.photos) else None
 
 
 def _colours(scores: Tensor, att: Attribution, signed: bool) -> Image.Image:

@@ -22,6 +22,7 @@ from patchlight.core.drawing.heat import GREY, blend, is_signed, robust_scale, s
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_atomic
 from patchlight.core.images import Picture, Preprocess, image_list, open_image
+from patchlight.core.layout import Layout
 from patchlight.core.photos import SIDE, as_picture
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class _Column:
     title: str
     scores: Tensor
     signed: bool
-    covers: tuple[float, float]
+    covers: tuple[float, ...]
 
 
 def maps_figure(
@@ -103,7 +104,11 @@ def maps_figure(
 ) -> ShownFigure:
     """A figure of maps over the images that they explain: see `pl.figure`."""
     maps = _by_name(maps)
-    first, shown = next(iter(maps.values())), _listed(images)
+    first = next(iter(maps.values()))
+    if not first.pictures:
+        takes = Layout(first.grid, axes=first.axes).inputs
+        raise PatchlightError(f"this figure draws pictures, and {first.model} takes {takes}; maps.figure() draws them")
+    shown = _listed(images)
     return _figure(maps, _pictures(shown, first, vit), shown, predictions, titles, vit, path)
 
 
@@ -111,6 +116,10 @@ def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None
     """A figure of maps over the small photographs that were kept with them."""
     maps = _by_name(maps)
     first = next(iter(maps.values()))
+    if not first.pictures:
+        from patchlight.core.drawing.arrays import arrays_figure
+
+        return arrays_figure(maps, path)
     if not first.photos:
         raise PatchlightError("no photographs were kept with these maps; give the images to pl.figure")
     rows = {name: att[: len(first.photos)] for name, att in maps.items()}
