@@ -340,7 +340,7 @@ def test_odd_methods_are_refused(server: Server, word: str) -> None:
 @pytest.mark.parametrize("noise", [bytes(100), b"\x16\x03\x01\x02\x00\x01" + bytes(100), b"\r\n" * 50, b"GET\r\n\r\n"])
 def test_noise_instead_of_http_is_refused(server: Server, noise: bytes) -> None:
     said = talk(server, noise + b"\r\n\r\n", wait=3)
-    assert not said or status(said) == 400
+    assert not said or (status(said) == 400 and json.loads(said.partition(b"\r\n\r\n")[2])["error"])
 
 
 JSONS = {
@@ -626,3 +626,23 @@ def test_tokens_are_compared_in_constant_time(closed: str, monkeypatch: pytest.M
     WEB.get(f"{closed}/api/model", headers={"Authorization": "Bearer wrong"})
     assert [part for part in compared if part.endswith(b"wrong")]
     assert [part for part in compared if part.endswith(b"correct-horse")]
+
+
+def test_two_hundred_listeners_and_one_connection_too_many(server: Server) -> None:
+    """Who listens to a job takes no place of others; a connection beyond the limit is refused in a sentence."""
+    body = {"image": "cat", "methods": [{"name": "tis"}]}
+    job = WEB.post(f"{server.url}/api/explain", json=body, timeout=20).json()["id"]
+    request = lines(server, start=f"GET /api/jobs/{job}/events HTTP/1.1")
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_connection((server.host, server.port), 10)) for _ in range(200)]
+        for each in listeners:
+            each.sendall(request)
+        assert all(each.recv(12) == b"HTTP/1.1 200" for each in listeners)
+        begin = time.monotonic()
+        assert WEB.post(f"{server.url}/api/predict", json={"image": "dog"}, timeout=20).status_code == 200
+        assert time.monotonic() - begin < 10
+        more = [stack.enter_context(socket.create_connection((server.host, server.port), 10)) for _ in range(60)]
+        more[-1].sendall(lines(server, start="GET /api/model HTTP/1.1"))
+        said = b"".join(iter(lambda: more[-1].recv(65536), b""))
+        assert status(said) == 503
+        assert "connections are open" in json.loads(said.partition(b"\r\n\r\n")[2])["error"]

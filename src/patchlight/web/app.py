@@ -21,6 +21,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.evidence.fills import Painted
 from patchlight.web import Refused, answers, schemas
 from patchlight.web.files import MEDIA, make_file
+from patchlight.web.guard import has_left
 from patchlight.web.jobs import RunningJob, describe_error
 from patchlight.web.service import JobInput, ModelService
 
@@ -245,7 +246,8 @@ async def _failure(request: Request, error: Exception) -> JSONResponse:
         status, sentence, headers = error.status_code, str(error.detail), dict(error.headers or {})
     elif not isinstance(error, PatchlightError):
         status = 500
-        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        if not has_left(error):
+            LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse({"error": sentence}, status, headers)
 
 

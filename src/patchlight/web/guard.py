@@ -9,6 +9,7 @@ import ipaddress
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import anyio
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +23,11 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'"
 )
+
+
+def has_left(error: Exception) -> bool:
+    """Whether an error only says that a listener has left: FastAPI cannot send it an event of a job any more."""
+    return isinstance(error, ExceptionGroup) and error.split(anyio.BrokenResourceError)[1] is None
 
 
 class Guard:
@@ -76,7 +82,11 @@ class Guard:
                 answer = JSONResponse({"error": str(refused)}, refused.status, refused.headers)
                 await answer(scope, receive, send_secured)
                 return
-            await self._app(scope, _replay(body, receive), send_secured)
+            try:
+                await self._app(scope, _replay(body, receive), send_secured)
+            except Exception as error:
+                if not has_left(error):
+                    raise
 
     def _check_host(self, headers: dict[str, str]) -> None:
         host, name = headers.get("host", ""), ""

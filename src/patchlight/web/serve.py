@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import socket
 import threading
 import time
 from typing import Any
 from urllib.parse import quote
 
+import h11
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,14 +27,32 @@ HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
 
 
 class TimeLimitedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits: clients that never finish a head, or never read an answer, are disconnected."""
+    """HTTP/1.1 with time limits: clients that never finish a head, or never read an answer, are disconnected.
+
+    Errors of uvicorn itself are JSON, like all others.
+    """
 
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.app = self._refuse if len(self.connections) > MOST_CONNECTIONS else self.config.loaded_app
         self._expect_head(HEAD_SECONDS)
+
+    async def _refuse(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request on a connection beyond the largest number, instead of the application."""
+        words = f"{MOST_CONNECTIONS} connections are open; try again in a moment."
+        headers = {"retry-after": "1", "connection": "close", "x-content-type-options": "nosniff"}
+        await JSONResponse({"error": words}, 503, headers)(scope, receive, send)
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps({"error": msg}).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        head = h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request")
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -118,7 +139,6 @@ class Server:
             access_log=False,
             log_level="warning",
             server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=2,
             h11_max_incomplete_event_size=2**16,
