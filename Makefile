@@ -1,6 +1,7 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 # make test-page: the page in a browser, its API under random, hostile and many clients. SOAK=no leaves out the many.
+# make mutants: 100 random faults in the engine, metrics and studies; lists those that no test notices.
 # make docs: the documentation, into build/docs/html; tutorials are executed, links are checked, warnings are errors.
 # make figures: draw the pictures of README and docs again.
 # make dist: wheel and source archive, checked.   make test-wheel: that wheel alone in an empty environment.
@@ -10,7 +11,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator test-wheel test-versions \
+.PHONY: demo test test-all test-cpus test-page test-transformers4 test-accelerator test-wheel test-versions mutants \
   lint bench figures docs dist release clean
 
 demo: $(VENV)/.stamp-run
@@ -43,6 +44,9 @@ test-wheel: $(VENV)/.stamp-dev
 
 test-versions: $(VENV)/.stamp-dev
 	$(BIN)/python -m tools.versions
+
+mutants: $(VENV)/.stamp-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants
 
 test-accelerator:
 	$(PYTHON) -m pytest -m accelerator $$(grep -rl --include='*.py' mark.accelerator tests)  # alone: such machines may lack what other tests import
