@@ -307,7 +307,7 @@ class CrossedAnatomy(Anatomy):
                 self.reaches = [self._see_reach(index, inputs[index]) for index in range(len(calls))]
                 self._watch_reaches()
             last = self.run(tokens)
-            self.beyond = self._see_beyond(tokens)
+            self.beyond = self._see_beyond(inputs[-1])
             self._compare(whole, last, outputs[-1], image)
             self._see_batches(last)
             self.can_drop = type(self).can_drop or self._see_drop(tokens)
@@ -355,8 +355,8 @@ class CrossedAnatomy(Anatomy):
                 return Slots(merging=Merging((grid[0], grid[1]), coarse, step, step))
         return None
 
-    def _see_beyond(self, tokens: Tensor) -> str:
-        """Compare the first token of the last block with what its named parts compute."""
+    def _see_beyond(self, before: Tensor) -> str:
+        """Compare the first token of the last block, from the tokens `before` it, with what its parts compute."""
         if self.stages is not None:
             return "its attention is within windows or to pooled tokens"
         self.beyond = ""
@@ -364,7 +364,6 @@ class CrossedAnatomy(Anatomy):
         named = (parts.norm1, parts.norm2, parts.out, parts.fc1, parts.activation, parts.fc2, parts.qkv)
         if parts.beyond or any(part is None for part in named):
             return parts.beyond
-        before = self.run(tokens, stop=self.depth - 1)
         try:
             same = alike(self.block(self.depth - 1, before)[:, :1], self.first_row(before), 1e-4)
         except Unsupported:  # a projection that is not linear

@@ -53,7 +53,7 @@ class Discovery:
         blocks: Paths of the blocks, in the order in which they are called.
         attentions: The part of each block that contains its attention.
         shapes: The shape of the tokens that enter each block, for one input.
-        end: The shape of the tokens that leave the last block, for one input.
+        ends: The shape of the tokens that leave each block, for one input.
         pools: Whether attention follows the blocks, as in attention pooling.
         convolutions: The convolutions before each block, the strided ones among them in the order of their calls.
         constant: How many tokens before block 0, at the start and at the end, do not depend on the input.
@@ -65,7 +65,7 @@ class Discovery:
     blocks: list[str]
     attentions: list[str]
     shapes: list[tuple[int, ...]]
-    end: tuple[int, ...]
+    ends: list[tuple[int, ...]]
     pools: bool
     convolutions: dict[int, list[Convolution]]
     constant: tuple[int, int]
@@ -89,7 +89,7 @@ class Discovery:
 
     def tokens(self, index: int) -> int:
         """Number of tokens that enter a block, or that leave the last."""
-        return math.prod((*self.shapes, self.end)[index][1:-1])
+        return math.prod((*self.shapes, self.ends[-1])[index][1:-1])
 
     def grid(self, index: int, prefix: int = 0) -> tuple[int, ...]:
         """The grid of a block: as fine as the patches that the input is cut into, or coarser by a whole number.
@@ -145,7 +145,7 @@ def discover(
         [watch.paths[id(module)] for module in chosen],
         [watch.part_with_attention(module) for module in chosen],
         [(1, *tokens.shape[1:]) for tokens in entries],
-        (1, *watch.outputs[last].shape[1:]),
+        [(1, *watch.outputs[id(module)].shape[1:]) for module in chosen],
         len(watch.stacks) > watch.ends[last],
         watch.convolutions(chosen),
         _constant(entries[0]),

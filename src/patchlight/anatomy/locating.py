@@ -24,17 +24,19 @@ class Stages:
     Args:
         grids: The grid of each block, and of the output of the last.
         tokens: The number of its tokens, and of the output of the last.
+        left: The number of tokens that leave each block.
         convolutions: Kernel, stride and padding of the convolution that merges patches before a block, by its number.
     """
 
     grids: Sequence[tuple[int, ...]]
     tokens: Sequence[int]
+    left: Sequence[int]
     convolutions: Mapping[int, tuple[int, int, int]]
 
     @property
     def end(self) -> int:
-        """Number of blocks of the first stage."""
-        return next((i for i, grid in enumerate(self.grids) if grid != self.grids[0]), len(self.grids)) or 1
+        """Number of blocks of the first stage, which leave as many tokens as enter it."""
+        return next((i for i, count in enumerate(self.left) if count != self.tokens[0]), len(self.left))
 
     @property
     def late(self) -> bool:
@@ -113,12 +115,13 @@ def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> d
         raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
     first = begins[stage]
     grids = [found.grid(index) for index in range(first, len(counts))]
+    left = [math.prod(shape[1:-1]) for shape in found.ends]
     merges = {i - first: c[0] for i, c in found.convolutions.items() if i > first}
     merging = {i: (c.kernel[0], c.stride[0], c.padding[0]) for i, c in merges.items()}
     about |= {
         "attentions": found.attentions[first:],
         "paths": found.blocks[first:],
-        "stages": Stages(grids, counts[first:], merging),
+        "stages": Stages(grids, counts[first:], left[first:], merging),
         "prefix": 0,
     }
     return {**about, "grid": grids[0], "extent": size, "order": _coarser(found, grids[0])}
