@@ -51,7 +51,8 @@ class Variants(Protocol):
     """Variants of images in a flat list: `owner` [V] is the image each belongs to.
 
     A type that changes how the model runs, and not only its input, has a method `around(part)`: a context for the
-    forward pass of that part, which is never compiled.
+    forward pass of that part, which is never compiled. One that changes tokens between blocks has `begin`, the block
+    that its tokens enter, and a method `edit(part, layer, tokens)` that returns the tokens after a block.
     """
 
     @property
@@ -216,7 +217,10 @@ class Ablation:
                 tokens, positions = variants.tokens(runs.embeds, images, embedded, slice(begin, stop))
                 with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
                     tokens = tokens.bfloat16() if self._bf16 else tokens
-                    logits = forward(runs.decides, tokens, positions)
+                    if not hasattr(variants, "edit"):
+                        logits = forward(runs.decides, tokens, positions)
+                    else:
+                        logits = _edited(runs.decides, tokens, variants, slice(begin, stop))
                 if fine:
                     with torch.autocast(self.images.device.type, enabled=False):
                         logits = self.vit.readout(logits.float())
@@ -281,6 +285,12 @@ def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     return vit.readout(_blocks(vit, tokens, positions))
+
+
+def _edited(vit: Anatomy, tokens: Tensor, variants: Any, part: slice) -> Tensor:
+    for index in range(variants.begin, vit.depth):
+        tokens = variants.edit(part, index, vit.block(index, tokens))
+    return vit.readout(tokens)
 
 
 def _first(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:

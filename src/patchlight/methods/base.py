@@ -37,7 +37,7 @@ GROUPS: Mapping[str, str] = {
     "gradients": "dave gradients",
     "decomposition": "decomposition decompx position relevance",
     "CAM": "cams scorecam",
-    "perturbation": "atman hsic lime mda occlusion pami posterior rise search tis vitcx",
+    "perturbation": "atman caap hsic lime mda occlusion pami posterior rise search tis vitcx",
     "Shapley": "shapley",
     "trained": "trained.diffmask.method trained.shapley.method",
     "baseline": "random",

@@ -44,6 +44,6 @@ def pa_lrp(ask: Ask, position: Literal["add", "only", "drop"] = "add", operator:
     pixels, patches = seen.at(PIXELS), ask.vit.patches(seen.at(0))
     area = math.prod(ask.vit.extent) / patches[0].numel()
     rest = patches / area - to_cells(pixels, ask.vit.grid, ask.vit.extent)
-    spread = to_pixels(rest, pixels.shape[-2:], ask.vit.extent, "nearest")
+    spread = to_pixels(rest, pixels.shape[1:], ask.vit.extent, "nearest")
     shown: Tensor = {"add": pixels + spread, "only": spread, "drop": pixels}[position]
     return shown

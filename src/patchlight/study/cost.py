@@ -30,7 +30,7 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
         **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
         **dict.fromkeys(("rise", "lime", "hsic"), samples),
         **dict.fromkeys(("ig", "smoothgrad", "dave"), 3 * samples),
-        **dict.fromkeys(("occlusion", "pami", "atman"), float(patches)),
+        **dict.fromkeys(("occlusion", "pami", "atman", "caap"), float(patches)),
         **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
         **{"search": 70 + float(settings.get("candidates") or 0) * patches, "random": 0.05},
         **{"mda": 500 + float(settings.get("candidates") or 28) * patches / float(settings.get("side", 1)) ** 2},
