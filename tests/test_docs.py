@@ -36,6 +36,7 @@ PAGES = (
     "heads",
     "heads-texts",
     "bags",
+    "video",
     "own-models",
     "figures",
     "verdict",

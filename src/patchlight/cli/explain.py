@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,7 +93,10 @@ def _draw_contrast(att: Attribution, photo: Path, path: Path) -> None:
 def explain(
     *,
     context: typer.Context,
-    paths: Annotated[list[str], typer.Argument(help="Images, or folders of images.", metavar="PATH")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Images, or folders of images; for a video model, folders of frames.", metavar="PATH"),
+    ],
     method: str = "auto",
     model: ModelOptions,
     target: str | None = None,
@@ -101,6 +105,7 @@ def explain(
         str | None, typer.Option(help="File for one figure, or folder for one per image. Default: IMAGE-explained.png.")
     ] = None,
     settings: list[str] | None = None,
+    unit: str | None = None,
     explainer: Path | None = None,
     save: str | None = None,
     report: str | None = None,
@@ -122,10 +127,16 @@ def explain(
     names = expand_groups(common.split_names(method))
     by_name = common.read_settings(names, settings or [])
     from patchlight.methods.requests import resolve
-    from patchlight.report.files import ExplainTask, destination, plan_files, write_explanations
+    from patchlight.report.files import ExplainTask, destination, plan_files, plan_inputs, write_explanations
 
     if explainer is not None:
         _add_explainer(by_name, explainer)
+    if unit is not None:
+        takers = [name for name in by_name if "unit" in resolve(name).settings]
+        if not takers:
+            raise PatchlightError(f"--unit is for methods that hide parts, such as occlusion, not for {method}")
+        for name in takers:
+            by_name[name]["unit"] = unit
     requests = [resolve(name, own, score) for name, own in by_name.items()]  # type: ignore[arg-type]
     figure, folder = (None, None) if report is not None and out is None else destination(paths, out)
     task = ExplainTask(
@@ -145,6 +156,9 @@ def explain(
     task.check_outputs()
     with common.progress("loading the model") as update:
         vit = model.load()
+        if vit.layout.inputs != "images":
+            task = replace(task, items=plan_inputs(paths, folder, save))
+            task.check_outputs()
         update(description="explaining", total=len(task.items))
         done = write_explanations(task, vit, common.say, lambda count: update(completed=count))
     used = common.used_methods((request for request in requests if request.label in done.methods), vit)

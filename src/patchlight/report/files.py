@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.attribution import Attribution
+from patchlight.core.attribution import Attribution, Attributions
 from patchlight.core.drawing import figure_format
 from patchlight.core.drawing.heat import seen
 from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
@@ -151,6 +151,15 @@ def plan_files(paths: Sequence[str], folder: Path | None, save: str | None) -> l
     return items
 
 
+def plan_inputs(paths: Sequence[str], folder: Path | None, save: str | None) -> list[ImageFile]:
+    """Every path as one input, a folder as the frames of one video."""
+    items = []
+    for source, name in zip(paths, _distinct([Path(Path(path).name) for path in paths]), strict=True):
+        picture = None if folder is None else folder / f"{name}.png"
+        items.append(ImageFile(Path(source), picture, None if save is None else Path(save) / name, str(name)))
+    return items
+
+
 def _distinct(names: Sequence[Path]) -> list[Path]:
     """Names without suffix if these are distinct, else with suffix, else numbered."""
     stems = Counter(name.with_suffix("") for name in names)
@@ -173,6 +182,8 @@ def write_explanations(
         say: Called with each message.
         advance: Called with the number of images done.
     """
+    if task.report is not None and vit.layout.inputs != "images":
+        raise PatchlightError(f"a report draws pictures, and {vit.name} takes {vit.layout.inputs}; leave out --report")
     requests = []
     for request in task.requests:
         reason = refusal(request, vit)
@@ -198,13 +209,7 @@ def write_explanations(
         advance(len(done.images) + len(done.log.errors))
     if task.figure is not None and rows:
         together = {name: Attribution.concat([one.maps[name] for one in rows]) for name in done.methods}
-        figure(
-            [one.picture for one in rows],
-            together,
-            predictions=[one.predictions[0] for one in rows],
-            vit=vit,
-            path=task.figure,
-        )
+        _draw(rows, together, vit, task.figure)
         done.written.append(str(task.figure))
     if task.report is not None and first is not None:
         warnings = [
@@ -215,6 +220,15 @@ def write_explanations(
         write_atomic(task.report, page.encode(errors="backslashreplace"))
         done.written.append(str(task.report))
     return done
+
+
+def _draw(rows: Sequence[ExplainedFile], maps: Mapping[str, Attribution], vit: Anatomy, path: Path) -> None:
+    """Write a figure of maps over the pictures that they explain, or of other inputs by their axes."""
+    pictures = [one.picture for one in rows if one.picture is not None]
+    if not pictures:
+        Attributions(maps).figure(path)
+        return
+    figure(pictures, maps, predictions=[one.predictions[0] for one in rows], vit=vit, path=path)
 
 
 def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
@@ -235,7 +249,7 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
     if item.maps is not None:
         saved = {name: str(each.save(item.maps / name, force=task.force)) for name, each in one.maps.items()}
     if item.picture is not None:
-        figure([one.picture], one.maps, predictions=one.predictions[:1], vit=vit, path=item.picture)
+        _draw([one], one.maps, vit, item.picture)
         written.append(str(item.picture))
     written.extend(saved.values())
     number, picture = "probability" if vit.probable else "score", item.picture or task.figure

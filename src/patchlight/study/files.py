@@ -59,7 +59,7 @@ class ExplainedFile:
 
     path: Path
     tensor: Tensor
-    picture: Image
+    picture: Image | None
     maps: dict[str, Attribution] = field(default_factory=dict)
     predictions: list[tuple[str, float]] = field(default_factory=list)
 
@@ -88,6 +88,9 @@ def explain_files(
 def _read(paths: Sequence[Path], vit: Anatomy, log: FileLog) -> Iterator[ExplainedFile]:
     for path in paths:
         try:
+            if vit.layout.inputs != "images":
+                yield ExplainedFile(path, vit.batch(path), None)
+                continue
             image = open_image(path)
             yield ExplainedFile(path, vit.batch(image), seen(image, vit.preprocess.size, vit.preprocess))
         except (PatchlightError, MemoryError) as error:
