@@ -11,13 +11,14 @@ import patchlight
 
 SOURCE = Path(patchlight.__file__).parent
 ONLY = {
-    "interpolate": {"core/resize.py"},
+    "interpolate": {"core/resize.py", "methods/mda.py"},
     "log_softmax": {"core/targets.py"},
     "logsigmoid": {"core/targets.py", "trained/diffmask/hard_concrete.py"},
     "kl_div": set(),
-    "index_select": {"anatomy/opened.py", "core/layout.py"},
+    "index_select": {"anatomy/opened.py"},
 }
-"""By the name of a torch function, the files that call it: the upsampler, log-probabilities (and those of DiffMask's
+"""By the name of a torch function, the files that call it: the upsampler (and MDA's squares, which its
+authors average with soft borders), log-probabilities (and those of DiffMask's
 gates, which are of no class), the gatherer of tokens. KL is `targets.kl_divergence`."""
 
 

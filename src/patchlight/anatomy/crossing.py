@@ -471,10 +471,13 @@ class CrossedAnatomy(Anatomy):
         return gradient is not None and bool(gradient.any())
 
     def _sizes(self, tokens: Tensor) -> Tensor | None:
-        """Size of the gradient of the logits at each token [N]; None if there is no gradient."""
+        """Size of the gradient of the features (or logits) at each token [N]; None if there is no gradient.
+
+        The weights of a classifier may all be 0 before it is trained.
+        """
         with torch.enable_grad():
             leaf = tokens.detach().requires_grad_()
-            logits = self.classified(leaf)
+            logits = self.features(leaf) if self.head_paths else self.classified(leaf)
             if not logits.requires_grad:
                 return None
             weights = torch.randn(3, logits.shape[1], generator=torch.Generator().manual_seed(0)).to(logits)

@@ -139,7 +139,7 @@ class AttentionTap(TorchFunctionMode):
         self.reach: Reach | None = None
         self.outer: list[AttentionTap | None] = []
         self._attention: Tensor | None = None
-        self._taken = False
+        self.taken = False
 
     def __enter__(self) -> Any:
         self.outer.append(getattr(_LOCAL, "tap", None))
@@ -150,7 +150,7 @@ class AttentionTap(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         _LOCAL.tap = self.outer.pop()
         if not self.outer:
-            self._attention, self._taken = None, False
+            self._attention, self.taken = None, False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -174,9 +174,9 @@ class AttentionTap(TorchFunctionMode):
 
     def take(self) -> None:
         """Record that attention is computed now; a block that is observed has exactly one."""
-        if self.watches and self._taken:
+        if self.watches and self.taken:
             raise Unsupported("a block has more than one softmax, so it has no single attention matrix")
-        self._taken = True
+        self.taken = True
 
     def softmax(self, func: Callable[..., Any], scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = args[0] if args else kwargs.get("dim")

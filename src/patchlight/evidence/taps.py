@@ -207,7 +207,7 @@ class Taps(AttentionTap):
 
     def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         after = not self.in_block or self._projected  # the first linear map after the attention is its projection
-        self._projected = self._taken
+        self._projected = self.taken
         gamma = self.rule.gamma if after or self.rule.linear == "all" else 0.0
         return self._product(func, (input, weight, bias), gamma)
 
