@@ -301,3 +301,11 @@ def test_every_image_classifier_of_transformers_has_a_row() -> None:
     """A new entry of the mapping must open or be refused by a sentence, and be added to the tiny models."""
     covered = {type(tiny(name)).__name__ for name in MODELS if MODELS[name].library == "transformers"}
     assert sorted({*image_classifiers()} - covered) == sorted(UNBUILT)
+
+
+def test_half_precision_sees_the_calls_before_the_taps() -> None:
+    """A view in another type records how its blocks are called by itself, outside the taps of a pass."""
+    vit, batch = opened("ViTMSN"), inputs("ViTMSN")
+    full, half = (pl.explain(vit, batch, "genatt", target=1, precision=precision) for precision in ("full", "bf16"))
+    error = (full.scores - half.scores).abs().max() / full.scores.abs().max()
+    assert error < 0.1

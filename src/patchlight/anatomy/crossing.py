@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -72,6 +72,8 @@ class CrossedAnatomy(Anatomy):
         """Blocks whose input is not the output of the block before."""
         self.beyond = ""
         """What the blocks do beside the attention and MLP of a plain block; "" where that is all."""
+        self._masked = False
+        """Whether attention inside the blocks has a mask or bias over all tokens, to be restricted to the kept ones."""
         self._one_blank = True
         self._pooling_given = "pooling" in about
         super().__init__(model, **{"pooling": "cls", "heads": 1, "classes": 1, **about})
@@ -109,9 +111,20 @@ class CrossedAnatomy(Anatomy):
         """How the forward calls its blocks, seen with a blank input."""
         sites = self.sites
         if sites.calls is None:
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            with torch.inference_mode(False), torch.no_grad(), self.own_cast():
                 sites.calls = self.record(self._blanks(1))[1]
         return sites.calls
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Also see how the forward calls its blocks, before taps watch them."""
+        with super().steady():
+            self.see_calls()
+            yield
+
+    def see_calls(self) -> None:
+        """Record the calls of the blocks for the twin as it is now."""
+        assert len(self.calls) == len(self.paths)
 
     def watch(self) -> None:
         super().watch()
@@ -149,7 +162,7 @@ class CrossedAnatomy(Anatomy):
         if positions is None:
             return self.flat(call.run(block, tokens))
         places = self.places(positions)
-        with KeptScores(places, self.tokens):
+        with KeptScores(places, self.tokens) if self._masked else contextlib.nullcontext():
             kept = partial(gathered, places=places, keep=positions, count=self.tokens)
             return call.run(block, tokens, lambda value: map_tensors(value, kept), self.dropping(positions))
 
@@ -424,18 +437,18 @@ class CrossedAnatomy(Anatomy):
         if self.breaks:
             return "its forward changes the tokens between its blocks"
         keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
-        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
-        seen[0, self.places(keep)[0]] = True
-        try:
-            kept, hidden = self.gather(tokens, keep), tokens
-            for index in range(self.depth):
-                kept = self.block(index, kept, keep)
-                with Unseen(seen):
-                    hidden = self.block(index, hidden)
-        except Exception as error:
-            return f"its blocks need every token ({first_line(error)})"
-        if not alike(self.gather(hidden, keep), kept, 1e-4):
-            return "its blocks compute other tokens when some are left out than when these are hidden from attention"
+        reason, kept = "", tokens
+        for self._masked in (False, True):
+            try:
+                kept, hidden = self._drop_and_hide(tokens, keep)
+            except Exception as error:
+                reason = f"its blocks need every token ({first_line(error)})"
+                continue
+            if alike(hidden, kept, 1e-4):
+                break
+            reason = "its blocks compute other tokens when some are left out than when these are hidden from attention"
+        else:
+            return reason
         end = kept.shape[1] - self.suffix
         turned = torch.cat([kept[:, : self.prefix], kept[:, self.prefix : end].flip(1), kept[:, end:]], 1)
         try:
@@ -443,6 +456,17 @@ class CrossedAnatomy(Anatomy):
         except Exception as error:
             return f"its head takes exactly {self.tokens} tokens ({first_line(error)})"
         return None if same else "its head reads tokens by their place in the grid"
+
+    def _drop_and_hide(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept tokens behind the last block, once with the others dropped and once with their keys hidden."""
+        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
+        seen[0, self.places(keep)[0]] = True
+        kept, hidden = self.gather(tokens, keep), tokens
+        for index in range(self.depth):
+            kept = self.block(index, kept, keep)
+            with Unseen(seen):
+                hidden = self.block(index, hidden)
+        return kept, self.gather(hidden, keep)
 
     def _see_pooling(self, last: Tensor) -> str | None:
         """Find the pooling from the tokens that the logits depend on; returns why there is no gradient, or None."""

@@ -80,6 +80,12 @@ class CustomAnatomy(CrossedAnatomy):
         else:
             super().watch()
 
+    def see_calls(self) -> None:
+        super().see_calls()
+        if isinstance(self._inside, CrossedAnatomy):
+            with self._inside.own_cast():
+                self._inside.see_calls()
+
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         inside = self._inside
         if inside is None:

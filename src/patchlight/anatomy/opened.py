@@ -402,6 +402,11 @@ class Anatomy(Readout):
         finally:
             _LOCAL.settled = before
 
+    def own_cast(self) -> contextlib.AbstractContextManager[Any]:
+        """The arithmetic of this view: autocast where only some of its modules are in another type."""
+        low = self._computing
+        return torch.autocast(self.device.type, low.dtype, enabled=low.only is not None)
+
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Inside, the twin matches the model as it is now and computes in its own type, regardless of autocast."""
