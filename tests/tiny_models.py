@@ -327,8 +327,9 @@ GRIDS: dict[str, TinyModel] = {
         _hf("ASTForAudioClassification", **{**BASE, **_AST}), "sound", (64, 32), (2, 5), 2, True, quick=True
     ),
     "monai-ViT": TinyModel(
-        _monai("ViT", **_VOLUME, spatial_dims=3), "volume", (1, 32, 32, 48), refused="not a supported model", quick=True
+        _monai("ViT", **_VOLUME, post_activation="none"), "volume", (1, 32, 32, 48), (2, 2, 3), 1, True, quick=True
     ),
+    "monai-ViT-Tanh": TinyModel(_monai("ViT", **_VOLUME), "volume", (1, 32, 32, 48), refused="ends in a Tanh"),
 }
 """Grids of several dimensions: videos, spectrograms, volumes."""
 MODELS = {**CLASSIFIERS, **GRIDS}
@@ -358,7 +359,8 @@ def opened(name: str) -> Anatomy:
     """The model of a row, wrapped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pl.AssumedPreprocess)
-        return pl.wrap(tiny(name), name=name, preprocess=preprocess(name))
+        volume = MODELS[name].shape if MODELS[name].structure == "volume" else None
+        return pl.wrap(tiny(name), name=name, preprocess=preprocess(name), input_shape=volume)
 
 
 def preprocess(name: str) -> pl.Preprocess | None:

@@ -165,13 +165,30 @@ def read_custom(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
 
 
 def _discovered(model: nn.Module, about: dict[str, Any], kind: str) -> Anatomy | None:
-    """The anatomy of a module whose blocks are found in its forward; None if nothing is known of its images."""
-    if "preprocess" not in about:
-        return None
-    size, channels = about["preprocess"].size, int(about.get("channels", 3))
-    found = found_in(model, lambda net, images: net(images), (channels, *size), kind)
+    """The anatomy of a module whose blocks are found in its forward; None if nothing is known of its inputs.
+
+    Inputs of four dimensions are volumes [C,depth,rows,columns], or videos [frames,C,rows,columns] where `axes` begins
+    with "time".
+    """
     given = {key: value for key, value in about.items() if key not in ("output", "name", "processor", "stage")}
-    where = located(found, size, about.get("stage", -2), kind)
+    if "input_shape" in given:
+        shape = tuple(int(side) for side in given["input_shape"])
+        moves = len(shape) == 4 and given.get("axes", ("",))[0] == "time"
+        dims = (0, 2, 3) if moves else tuple(range(1, len(shape)))
+        given |= {"axes": tuple(given.get("axes", ("depth", "row", "column")[-len(dims) :])), "input_shape": shape}
+        given = {"preprocess": Preprocess((shape[-2], shape[-1]), (0.0,), (1.0,)), "channels": shape[moves], **given}
+    elif "preprocess" in given:
+        shape, dims = (int(given.get("channels", 3)), *given["preprocess"].size), (1, 2)
+    else:
+        return None
+    *_, last = model.modules()
+    if isinstance(last, nn.Tanh) and "output" not in about and not given.get("regression"):
+        raise PatchlightError(
+            f"{kind} ends in a Tanh, so its outputs are numbers from -1 to 1 and not logits; give regression=True, or "
+            "remove the Tanh"
+        )
+    found = found_in(model, lambda net, images: net(images), shape, kind, dims=dims)
+    where = located(found, tuple(shape[dim] for dim in dims), about.get("stage", -2), kind)
     return CustomAnatomy(model, output=about.get("output"), name=kind, **{**where, **given})
 
 
@@ -217,8 +234,8 @@ def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
 def _read_backbone(module: nn.Module, about: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a module, for the given images if its grid adapts to them, otherwise for its native size."""
     known, of = known_as(module)
-    if of and why_not(known, of) is not None:  # another network of timm
-        return None
+    if of and (why_not(known, of) is not None or not hasattr(module, "forward_features")):
+        return None  # another network of timm, or a part of one
     stage = {key: about[key] for key in ("stage",) if key in about}
     given: dict[str, Any] = {key: about[key] for key in ("preprocess", "processor") if key in about}
     if "preprocess" in given:

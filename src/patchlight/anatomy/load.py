@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from patchlight.anatomy import hf, hf_backbones
 from patchlight.anatomy.bags import open_bag
 from patchlight.anatomy.by_hand import DescribedAnatomy
 from patchlight.anatomy.custom import CUSTOM, read_custom
@@ -69,8 +68,9 @@ def wrap(
             `processor` (a transformers image processor), `tokenizer` (of transformers or `open_clip.get_tokenizer`; a
             `processor` may contain one), `sigmoid`, `regression=True` (its outputs are numbers), `stage` (0-based, or
             negative from the end: where a hierarchical model is opened). For a module of yours also `output` (a
-            function from its output to the logits [B,C]) and, where it changes the backbone's, `grid`, `prefix`,
-            `channels`, `extent` or `pooling`. For a head over bags of tiles [B,n,E], `bag=E`, the number of features of
+            function from its output to the logits [B,C]), `input_shape` (of one input that is not an image, with
+            `axes`) and, where it changes the backbone's, `grid`, `prefix`, `channels`, `extent` or `pooling`. For a
+            head over bags of tiles [B,n,E], `bag=E`, the number of features of
             a tile; `explain` then takes bags of any number of tiles.
     """
     about = {key: value for key, value in about.items() if value is not None}
@@ -291,11 +291,11 @@ def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     if anatomy is None and ("output" in about or not has_text_side(model)):
         anatomy = read_custom(model, about)
     if anatomy is None:
-        raise PatchlightError(_how_to_describe(model, [*hf.supported(), *hf_backbones.supported()]))
+        raise PatchlightError(_how_to_describe(model))
     return anatomy
 
 
-def _how_to_describe(model: nn.Module, of_transformers: Sequence[str]) -> str:
+def _how_to_describe(model: nn.Module) -> str:
     """Why a model is not recognised, and how to describe it by hand."""
     kind, blocks, classes = type(model).__name__, "…", "…"
     if has_text_side(model):
@@ -308,9 +308,9 @@ def _how_to_describe(model: nn.Module, of_transformers: Sequence[str]) -> str:
         )
     else:
         why = (
-            f"{kind} is not a supported model; supported are timm's transformers (list_models names "
-            "them), torchvision's VisionTransformer, open_clip's CLIP, and transformers' "
-            f"{', '.join(of_transformers)}. Describe it by hand"
+            f"{kind} is not a supported model of timm, transformers, torchvision or open_clip. A Vision Transformer of "
+            "your own is opened by running it: give preprocess=pl.Preprocess((height, width)) of its images, or "
+            "input_shape= of other inputs. Or describe it by hand"
         )
     return (
         f"{why}: wrap(model, embed=…, blocks={blocks}, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
