@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from patchlight.methods.base import Ablates, Estimate
 from patchlight.methods.maps import estimate, in_stacks
 from patchlight.methods.requests import Request, check_contrast, check_supported, resolve
 
+if TYPE_CHECKING:
+    from patchlight.anatomy.heads import Head
+
 
 @overload
 def explain(
@@ -48,6 +51,7 @@ def explain(
     method: Selection | Sequence[Request] = "auto",
     target: Target = None,
     *,
+    head: Head | None = None,
     against: Target = None,
     score: Score | None = None,
     seed: int = 0,
@@ -68,6 +72,8 @@ def explain(
             on the model, "best" the most faithful one.
         target: The class to explain: an index or a label name. A list has one class per image, a list of lists several
             per image, and a tuple (a, b) explains a against b. Default: the prediction.
+        head: The question, one of `pl.heads`, in place of the model's own: sentences, reference images, neurons, a box,
+            a region, an answer. The same as `pl.wrap(vit, head)`.
         against: The class that `target` is contrasted with; the same as target=(target, against).
         score: What is explained: "logit", "probability", "cosine" or a function of the logits.
         seed: Random seed of sampling methods.
@@ -84,14 +90,59 @@ def explain(
         >>> att = pl.explain(vit, "cat.jpg", target="cat", against="dog")                       # doctest: +SKIP
         >>> att.show()                                                                          # doctest: +SKIP
     """
-    vit, images = wrap(vit).fit(images)
+    vit, images = _asked(wrap(vit, head)).fit(images)
     seed = integer("seed", seed, 0)
     size = None if batch_size is None else integer("batch_size", batch_size, 1)
     resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
     requests = [request.suited(vit) for request in resolved]
     with vit.settled():
-        results = _explain(vit, images, requests, _pairs(target, against), seed, size, progress, finite)
+        classes = _pairs(target, against)
+        if vit.question is not None:
+            results = _answer(vit, images, requests, classes, seed, progress, finite)
+        else:
+            results = _explain(vit, images, requests, classes, seed, size, progress, finite)
     return results[method] if isinstance(method, str) else results
+
+
+def _asked(vit: Anatomy) -> Anatomy:
+    """The model with its default question, if it is no classifier and was not asked one."""
+    return vit.ask(vit.default_question()) if vit.task and vit.head is None else vit
+
+
+def _answer(
+    vit: Anatomy,
+    images: Any,
+    requests: Sequence[Request],
+    target: Target,
+    seed: int,
+    progress: Progress | bool,
+    finite: bool,
+) -> Attributions:
+    """Explain a question about each image, prepared for one after the other."""
+    sizes: list[tuple[int, int] | None] = []
+    count, batches = in_batches(
+        images, 1, vit.preprocess, vit.channels, lambda picture: sizes.append(None if picture is None else picture.size)
+    )
+    parts: list[Attributions] = []
+    with show_progress(progress, "explaining") as report:
+        for image in batches:
+            asked = vit.prepared(image, sizes[len(parts)])
+            assert asked.question is not None
+            own = asked.question.default_target() if target is None else _of_image(target, len(parts), count)
+            parts.append(_explain(asked, image, requests, own, seed, 1, False, finite))
+            report(len(parts), count)
+    if not parts:
+        raise PatchlightError(f"no images were given; {GIVE_IMAGES}")
+    return Attributions({label: Attribution.concat([part[label] for part in parts]) for label in parts[0]})
+
+
+def _of_image(target: Target, i: int, count: int | None) -> Target:
+    """The target of one image, for a target of all."""
+    if not _several(target):
+        return target
+    if count is not None and len(target) != count:
+        raise PatchlightError(f"target has length {len(target)} but there are {count} images; give one class per image")
+    return [target[i]]
 
 
 def _explain(
@@ -225,7 +276,7 @@ def _check_finite(
     raise NotFinite(f"the map of image {first + i} by {request.name} is not finite: {reason}")
 
 
-_OPTIONS = ("target", "against", "score", "seed", "batch_size", "progress", "finite")
+_OPTIONS = ("target", "head", "against", "score", "seed", "batch_size", "progress", "finite")
 
 
 def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
@@ -286,5 +337,6 @@ def attribution_of(
         geometry=None if vit.axes == IMAGE_AXES else _geometry(vit, request),
         precision=estimated.precision or request.precision,
         ignores_class=request.ignores_class,
+        question=vit.question and vit.question.general,
         **origin,
     )

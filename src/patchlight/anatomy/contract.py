@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.watching import TokenWatch
 from patchlight.anatomy.windows import Merging
-from patchlight.core.errors import Unsupported
+from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.layout import Geometry, Layout
 from patchlight.core.targets import Outputs
 
-Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg", "max"]
+Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg", "max", "gradient"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class Contract(ABC):
     width: int
 
     library: str = ""
+    task: str = ""
+    """What a model that is no classifier does, such as "detection"; "" for classifiers."""
     can_drop: str | None = None
     """None if tokens can be dropped, otherwise the reason why not."""
     can_rule: str | None = None
@@ -196,6 +198,10 @@ class Contract(ABC):
     def whole(self, images: Tensor) -> Any:
         """The output of the whole model for images, run on the twin."""
         return self.net(images)
+
+    def default_question(self) -> Any:
+        """The question that is asked of a model with a `task` if none is given."""
+        raise PatchlightError(f"{self.name} is a model for {self.task}; give head=, a question of pl.heads")
 
     def encode_texts(self, prompts: Sequence[str]) -> Tensor:
         """Features [n,E] of sentences, comparable with those of images; only for models with a text encoder."""

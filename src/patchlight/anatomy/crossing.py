@@ -97,8 +97,10 @@ class CrossedAnatomy(Anatomy):
         """The blocks and classifiers of the twin."""
         running = self.running
         if running.sites is None or running.sites.net is not running.net:
-            found = [[running.net.get_submodule(path) for path in paths] for paths in (self.paths, self.head_paths)]
-            running.sites = Sites(running.net, *found)
+            blocks, heads = (
+                [running.net.get_submodule(path) for path in paths] for paths in (self.paths, self.head_paths)
+            )
+            running.sites = Sites(running.net, blocks, heads)
         sites: Sites = running.sites
         return sites
 
@@ -109,11 +111,11 @@ class CrossedAnatomy(Anatomy):
     @property
     def calls(self) -> list[BlockCall]:
         """How the forward calls its blocks, seen with a blank input."""
-        sites = self.sites
-        if sites.calls is None:
+        calls, key = self.sites.calls, None if self.question is None else self.question.call_key
+        if key not in calls:
             with torch.inference_mode(False), torch.no_grad(), self.own_cast():
-                sites.calls = self.record(self._blanks(1))[1]
-        return sites.calls
+                calls[key] = self.record(self._blanks(1))[1]
+        return calls[key]
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -150,8 +152,16 @@ class CrossedAnatomy(Anatomy):
         """The logits [rows,C] in the output of the model."""
         return tensors_in(getattr(out, "logits", out))[0]
 
+    def run_model(self, images: Tensor) -> Any:
+        """The output of the model for images, as the question runs it."""
+        return self.call(images) if self.question is None else self.question.call(self, images)
+
+    def _read(self, out: Any, rows: int) -> Tensor:
+        """The logits of the head in the output of the model."""
+        return self.logits_of(out, rows) if self.question is None else self.question.logits(out, rows)
+
     def whole(self, images: Tensor) -> Tensor:
-        return self.logits_of(self.call(images), len(images))
+        return self._read(self.run_model(images), len(images))
 
     def embed(self, images: Tensor) -> Tensor:
         return self._enter(0, {}, images)
@@ -208,7 +218,7 @@ class CrossedAnatomy(Anatomy):
 
         try:
             with crossing(see):
-                out = self.call(images)
+                out = self.run_model(images)
         except Exception as error:
             raise PatchlightError(
                 f"{self.name} does not take an image of shape {list(images.shape)}: {first_line(error)}; give "
@@ -222,7 +232,7 @@ class CrossedAnatomy(Anatomy):
                 else f"calls the blocks of its {self.blocks_name} {count} times for one image, but there are {depth}"
             )
             raise PatchlightError(f"{self.name} {often}; wrap a module that runs it once, or {BY_HAND}")
-        return self.logits_of(out, len(images)), calls, inputs
+        return self._read(out, len(images)), calls, inputs
 
     def _blanks(self, count: int) -> Tensor:
         return torch.zeros(count, *self.input_shape, device=self.device, dtype=self.dtype)
@@ -246,7 +256,7 @@ class CrossedAnatomy(Anatomy):
 
         try:
             with crossing(at), flowing(), contextlib.nullcontext() if index == 0 else self._hidden():
-                self.call(images)
+                self.run_model(images)
         except Entered as entered:
             return self.flat(entered.tokens)
         raise PatchlightError(f"the forward of {self.name} does not call the blocks of its {self.blocks_name}")
@@ -259,7 +269,7 @@ class CrossedAnatomy(Anatomy):
 
         try:
             with crossing(at), flowing():
-                self.call(images)
+                self.run_model(images)
         except Entered as entered:
             return self.flat(entered.tokens)
         raise PatchlightError(f"the forward of {self.name} does not call '{self.paths[0]}'")
@@ -279,7 +289,7 @@ class CrossedAnatomy(Anatomy):
             return site.run()
 
         with crossing(at), flowing(), self._hidden():
-            return self.logits_of(self.call(images), len(tokens))
+            return self._read(self.run_model(images), len(tokens))
 
     def flat(self, tokens: Tensor) -> Tensor:
         """Cells of a map as tokens [B,N,D]."""

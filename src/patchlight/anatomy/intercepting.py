@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -94,7 +94,8 @@ class Sites:
     net: nn.Module
     blocks: list[nn.Module]
     heads: list[nn.Module]
-    calls: list[BlockCall] | None = None
+    calls: dict[Any, list[BlockCall]] = field(default_factory=dict)
+    """By what the calls depend on beside the image."""
 
     def index(self, module: nn.Module) -> int | None:
         """The number of a block; None for another module."""

@@ -103,7 +103,7 @@ def _with_head(
         raise PatchlightError("template applies to sentences; give texts=[…] too")
     head = head if texts is None else Texts(texts, template=template)
     if head is None:
-        if anatomy.classes == 0:
+        if anatomy.classes == 0 and not anatomy.task:
             raise NoClassifier(
                 f"{anatomy.name} has no classifier, so there are no classes to explain; give head= one of pl.heads: "
                 "Similar(images), Prototypes(features, labels), Linear(weight, bias, labels), Neurons(block, channels) "

@@ -21,6 +21,7 @@ from patchlight.anatomy.probe import probe, probe_head
 from patchlight.anatomy.twin import Twin, multiply_patches
 from patchlight.anatomy.watching import watch_tokens
 from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.fingerprints import hash_images
 from patchlight.core.images import Preprocess, to_batch
 from patchlight.core.inputs import ArrayPreprocess
 from patchlight.core.layout import IMAGE_AXES, Geometry, Layout
@@ -53,6 +54,8 @@ class Running:
     probing: bool = False
     sites: Any = None
     """For a model whose forward is crossed: its blocks, and how it calls them."""
+    prepared: dict[Any, Any] = field(default_factory=dict)
+    """Questions that were prepared for images."""
     part: tuple[Any, Any] = (None, None)
     """For a model that contains another: the copy in use, and the anatomy of the inner one."""
 
@@ -240,8 +243,38 @@ class Anatomy(Readout):
             pooling=bound.pooling or bare.pooling,
             _computing=Computing(),
         )
-        asked.check()
+        if asked.question is None:
+            asked.check()
         return asked
+
+    def prepared(self, image: Tensor, size: tuple[int, int] | None = None) -> Self:
+        """The model with its question prepared for one image; itself if its head is the same for every image.
+
+        What is found for an image is cached for the last few images.
+
+        Args:
+            image: The preprocessed image [1,...].
+            size: Width and height of its photograph, if it has one.
+        """
+        asked, bare = self.question, self.bare
+        if asked is None or bare is None or asked.image == hash_images(image):
+            return self
+        asked = asked.general or asked
+        cache, key = self.running.prepared, (asked, hash_images(image), size)
+        if key not in cache:
+            while len(cache) >= _PREPARED:
+                del cache[next(iter(cache))]
+            with bare.settled(), torch.inference_mode(False):
+                cache[key] = asked.for_image(bare, bare.place(image), size)
+        head = cache[key]
+        paired = head.outputs.kind == "paired"
+        return self._copy(
+            head=head,
+            classes=len(head.labels) * (2 if paired else 1),
+            labels=UnsplitLabels(head.labels),
+            outputs=head.outputs,
+            running=self.running,
+        )
 
     def check(self) -> None:
         """Run a probe through the twin, whole and in parts, and refuse a model whose parts do not make the whole.
@@ -436,6 +469,8 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+_PREPARED = 8
+"""The number of images whose prepared questions are kept."""
 _LOCAL = threading.local()
 """What this thread does to projected patches (the hook below is on every twin, for all threads), and which
 anatomies it has settled."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import Tensor
 
 from patchlight.anatomy.contract import Contract, Ends
@@ -13,7 +14,7 @@ from patchlight.core.errors import Unsupported
 from patchlight.core.targets import Kind, Outputs, probabilities
 
 if TYPE_CHECKING:
-    from patchlight.anatomy.heads import Head
+    from patchlight.anatomy.heads import Head, Question
 
 
 class Readout(Contract):
@@ -35,9 +36,16 @@ class Readout(Contract):
 
     def readout(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to logits [B,C]."""
-        if self.head is None:
+        if self.head is None or self.question is not None:
             return self.classified(tokens)
         return self.head(tokens) if self.head.block is not None else self.head(self.features(tokens))
+
+    @property
+    def question(self) -> Question | None:
+        """The head, if it reads the complete output of the model."""
+        from patchlight.anatomy.heads import Question
+
+        return self.head if isinstance(self.head, Question) else None
 
     def own_outputs(self, classes: int) -> Outputs:
         """How a given number of outputs of the model's classifier is read."""
@@ -64,7 +72,7 @@ class Readout(Contract):
     @property
     def rows_differ(self) -> bool:
         """Whether each class reads other tokens, so that attention rows differ between classes."""
-        return self.pooling == "max"
+        return self.pooling in ("max", "gradient")
 
     @property
     def outcomes(self) -> int:
@@ -92,8 +100,12 @@ class Readout(Contract):
 
         CLS pooling reads one row, average pooling all patch rows equally, attention pooling by its attention (mean over
         heads), a head on two tokens half of each. A head that takes the maximum reads one of the `tokens` [B,N,D], for
-        the class `index` [B].
+        the class `index` [B]. A question reads each token by the size of the score's gradient times its own.
         """
+        if self.pooling == "gradient":
+            if tokens is None or index is None:
+                raise Unsupported(f"the tokens that {self.head} reads were not recorded")
+            return self._row_by_gradient(tokens, index.to(tokens.device))
         if self.head is not None and self.head.block is not None:
             if tokens is None or index is None:
                 raise Unsupported(f"the tokens that {self.head} reads were not recorded")
@@ -118,3 +130,12 @@ class Readout(Contract):
         else:
             row[:, 0] = 1.0
         return row
+
+    def _row_by_gradient(self, tokens: Tensor, index: Tensor) -> Tensor:
+        """|ds/dx_i| |x_i| of every token [B,N], divided by its sum."""
+        with torch.enable_grad():
+            leaf = tokens.detach().requires_grad_()
+            scores = self.readout(leaf).gather(1, index[:, None])
+            (gradient,) = torch.autograd.grad(scores.sum(), leaf)
+        row: Tensor = (gradient.norm(dim=2) * tokens.norm(dim=2)).detach()
+        return row / row.sum(1, keepdim=True).clamp_min(torch.finfo(row.dtype).tiny)

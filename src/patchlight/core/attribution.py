@@ -90,6 +90,7 @@ class Attribution:
         axes: The name of each axis of a map: ("row", "column") for images.
         geometry: Which part of the input each score covers; None for images.
         photos: Small pictures of the first images (at most 16) as uint8 [3,h,w], for display; not saved.
+        question: The head, if it is a question about the model's output (`pl.heads.Box`, …); not saved.
 
     Example:
         >>> att = pl.explain(vit, "cat.jpg", target="cat")                                      # doctest: +SKIP
@@ -123,6 +124,7 @@ class Attribution:
     axes: tuple[str, ...] = IMAGE_AXES
     geometry: Geometry | None = None
     photos: tuple[Tensor, ...] = ()
+    question: Any = None
 
     @property
     def covers(self) -> tuple[float, ...]:

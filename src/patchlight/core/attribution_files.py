@@ -23,6 +23,8 @@ from patchlight.core.files import write_atomic
 from patchlight.core.images import MAX_PIXELS
 from patchlight.core.layout import IMAGE_AXES
 
+_IN_MEMORY = ("photos", "question")
+"""Fields that are not saved."""
 _METADATA, _SCORES = "attribution.json", "scores.safetensors"
 _TYPES = {"scores": ("F32", "F64"), "error": ("F32", "F64"), "target": ("I64", "I32"), "against": ("I64", "I32")}
 """The tensors of an attribution, and the types that they may have in a file."""
@@ -100,7 +102,7 @@ def attribution_bytes(att: Attribution, scores: str = _SCORES) -> dict[str, byte
 
     _check_finite(att)
     tensors = {name: getattr(att, name) for name in _TYPES if getattr(att, name) is not None}
-    left_out = (*_TYPES, "photos", *(_BEYOND_IMAGES if att.pictures else ()))
+    left_out = (*_TYPES, *_IN_MEMORY, *(_BEYOND_IMAGES if att.pictures else ()))
     about = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in left_out}
     for name in {"preprocess", "geometry"} & set(about):
         about[name] = None if about[name] is None else asdict(about[name])
@@ -160,7 +162,7 @@ def _schema() -> type[BaseModel]:
     keys: dict[str, Any] = {
         f.name: (hints[f.name], ... if f.default is MISSING and f.default_factory is MISSING else None)
         for f in fields(Attribution)
-        if f.name not in (*_TYPES, "photos")
+        if f.name not in (*_TYPES, *_IN_MEMORY)
     }
     scores = Annotated[str, Field(pattern=r"^scores(-[0-9a-f]+)?\.safetensors$")]
     config = ConfigDict(extra="forbid", strict=True)

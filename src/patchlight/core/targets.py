@@ -23,7 +23,7 @@ class UnsplitLabels(list[str]):
 Target = Label | tuple[Label, Label] | Sequence[Any] | Tensor | None
 ScoreName = Literal["logit", "probability", "cosine"]
 Score = ScoreName | Callable[[Tensor], Tensor]
-Kind = Literal["softmax", "sigmoid", "binary", "cosine", "none"]
+Kind = Literal["softmax", "sigmoid", "binary", "cosine", "paired", "none"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Outputs:
 
     Args:
         kind: How probabilities are computed: "softmax" over the classes, "sigmoid" for each class, "binary" (one
-            output: y for label 1 and -y for label 0), "cosine" ((1 + cos) / 2 for each class), or "none" (plain
-            numbers, such as activations or regressions).
+            output: y for label 1 and -y for label 0), "cosine" ((1 + cos) / 2 for each class), "paired" (the logits of
+            Q scores are followed by their Q probabilities), or "none" (plain numbers, such as activations or
+            regressions).
         scale: Set if logits are `scale` * cosine + `bias`.
         bias: See `scale`.
     """
@@ -49,7 +50,7 @@ class Outputs:
 
     def outcomes(self, classes: int) -> int:
         """The number of classes that can be explained, given the number of outputs."""
-        return 2 if self.kind == "binary" else classes
+        return 2 if self.kind == "binary" else classes // 2 if self.kind == "paired" else classes
 
     def no_probability(self, classes: int) -> str | None:
         """Why there are no probabilities; None if there are."""
@@ -63,6 +64,8 @@ class Outputs:
         """Why there is no accuracy; None if there is."""
         if self.kind == "none":
             return "its outputs are plain numbers, not classes"
+        if self.kind == "paired":
+            return "a question has no right class to predict"
         if self.outcomes(classes) == 1:
             return "it has only one class, which is always predicted"
         return None
@@ -75,6 +78,8 @@ class Outputs:
         """Why there is no distribution to compare by KL divergence; None if there is."""
         if self.kind == "cosine":
             return "its classes are separate similarities, not a distribution"
+        if self.kind == "paired":
+            return "its scores are answers to separate questions, not a distribution"
         return self.no_probability(classes)
 
 
@@ -221,6 +226,8 @@ def top_classes(logits: Tensor, outputs: Outputs) -> Targets:
     """The predicted classes: the largest output; for a binary output, label 1 if it is positive."""
     if outputs.kind == "binary":
         return Targets((logits > 0).long().cpu())
+    if outputs.kind == "paired":
+        logits = logits[:, : logits.shape[1] // 2]
     return Targets(logits.argmax(1, keepdim=True).cpu())
 
 
@@ -229,13 +236,15 @@ def probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
     _check_probable(logits, outputs)
     if outputs.kind == "cosine":
         return (1 + cosines(logits, outputs)) / 2
+    if outputs.kind == "paired":
+        return logits[..., logits.shape[-1] // 2 :]
     return _of_both_labels(logits, outputs).sigmoid() if outputs.independent else logits.softmax(-1)
 
 
 def log_probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
     """The logarithm of `probabilities`."""
     _check_probable(logits, outputs)
-    if outputs.kind == "cosine":
+    if outputs.kind in ("cosine", "paired"):
         return probabilities(logits, outputs).clamp_min(0).log()
     return F.logsigmoid(_of_both_labels(logits, outputs)) if outputs.independent else logits.log_softmax(-1)
 

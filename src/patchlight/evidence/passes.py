@@ -126,7 +126,7 @@ def run_pass(
                     ends.append(end)
         finally:
             runner.release()
-    last = runner.end.x if vit.head is not None and vit.head.block is not None else None
+    last = runner.end.x if vit.rows_differ or (vit.head is not None and vit.head.block is not None) else None
     return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), last)
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
+from patchlight.core.attribution import Attribution
 from patchlight.core.progress import Progress
 from patchlight.core.registry import Selection, resolve_all
 from patchlight.core.targets import Target
 from patchlight.metrics.base import Evaluation, Evaluations, MetricRequest, resolve_metric
 from patchlight.study.run import BATCH, MeasureOptions, Outcome, measure
 from patchlight.study.sources import Annotations
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.heads import Head
 
 
 @overload
@@ -47,6 +51,7 @@ def evaluate(
     metric: Selection | Sequence[MetricRequest] = "ins-del",
     target: Target = None,
     *,
+    head: Head | None = None,
     labels: Any = None,
     boxes: Sequence[Any] | None = None,
     masks: Any = None,
@@ -67,6 +72,7 @@ def evaluate(
         metric: A name, a list of names, or a dict of names and settings; with {"label": {"metric": name, …}}, the keys
             are free labels.
         target: The class to score. Default: the class that an Attribution explains, else the prediction.
+        head: The question, as in `explain`. Default: the one that an Attribution answers.
         labels: The true classes as a list, with None if one is not known; True takes the labels of a loader of
             (images, labels). Default: the target.
         boxes: A tensor [n,4] for each image (xmin, ymin, xmax, ymax) on the model's input; `pl.open_data` provides
@@ -93,12 +99,15 @@ def evaluate(
     several = isinstance(maps, Mapping)
     sources = maps if several else {"": maps}
     options = MeasureOptions(target, Annotations(labels, boxes, masks), seed, batch_size, progress, current)
-    evaluations = unwrapped(measure(wrap(vit), images, sources, dict.fromkeys(sources, requests), options))
+    opened = wrap(vit, head)
+    if opened.task and opened.question is None:
+        opened = wrap(opened, next((m.question for m in sources.values() if isinstance(m, Attribution)), None))
+    evaluations = unwrapped(measure(opened, images, sources, dict.fromkeys(sources, requests), options))
     each = {label: own[metric] if isinstance(metric, str) else own for label, own in evaluations.items()}
     return Evaluations(each, "method") if several else each[""]
 
 
-_OPTIONS = ("metric", "target", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
+_OPTIONS = ("metric", "target", "head", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
 
 
 def unwrapped(outcomes: Mapping[str, Mapping[str, Outcome[Evaluation]]]) -> dict[str, Evaluations]:

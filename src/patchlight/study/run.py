@@ -221,6 +221,7 @@ def study_batch(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if target is None:
+            vit = vit.prepared(batch.images)
             target = top_classes(vit.logits(batch.images), vit.outputs).index[:, 0]
         explained = explain_each(
             vit,
@@ -350,13 +351,21 @@ def measure(
         with column.attempt():
             column.request = column.request.suited(vit)
     seed, batch_size = integer("seed", options.seed, 0), integer("batch_size", options.batch_size, 1)
+    batch_size = batch_size if vit.question is None else 1
+    sizes: list[tuple[int, int] | None] = []
+
+    def note(picture: Any) -> None:
+        sizes.append(None if picture is None else picture.size)
+        if options.note is not None:
+            options.note(picture)
+
     streamed_labels: list[Any] | None = [] if options.annotations.labels is True else None
-    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels, options.note, streamed_labels)
+    count, batches = in_batches(images, batch_size, vit.preprocess, vit.channels, note, streamed_labels)
     count = next(filter(None, map(map_count, maps.values())), None) if count is None else count
     sources = {label: source_of(each, count, vit) for label, each in maps.items()}
     if not sources:
         raise PatchlightError(f"no maps were given; {GIVE_MAPS}")
-    targets = resolve_targets(options.target, count, vit.outcomes, vit.labels)
+    targets = None if vit.question is not None else resolve_targets(options.target, count, vit.outcomes, vit.labels)
     for label, source in sources.items():
         _check_one_class(targets or source.targets)
         for column in columns[label]:
@@ -368,6 +377,9 @@ def measure(
     with show_progress(options.progress, "measuring") as report:
         for images_of_batch in batches:
             batch = vit.place(images_of_batch)
+            if vit.question is not None:
+                vit = vit.prepared(batch, sizes[begin])
+                targets = resolve_targets(options.target, None, vit.outcomes, vit.labels)
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
             check_images(sources.values(), part, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
 
 def check_model(maps: Attribution, vit: Anatomy) -> None:
     """Refuse maps of other weights, of another head, or of classes that the model does not have."""
-    classes = vit.outcomes
+    classes = sys.maxsize if vit.question is not None and not vit.question.image else vit.outcomes
     explained = [maps.target.flatten(), *(() if maps.against is None else (maps.against.flatten(),))]
     wrong = next((int(c) for c in torch.cat(explained) if not 0 <= int(c) < classes), None)
     if wrong is not None:
@@ -146,7 +147,7 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
         )
     head = {} if vit.head is None else vit.head.about()
     if maps.weights and maps.head != head:
-        theirs, ours = (", ".join(each["labels"]) if each else "its own classifier" for each in (maps.head, head))
+        theirs, ours = (describe_head(each) for each in (maps.head, head))
         raise PatchlightError(
             f"the maps explain another head of {maps.model} ({theirs}) than this one ({ours}); measure them with the "
             "same head"
@@ -156,6 +157,13 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
             f"the maps explain other weights ({maps.model}, {maps.weights}) than those of {vit.name} "
             f"({identity(vit)}); measure them on the same model (in Python, maps.scores works on any model)"
         )
+
+
+def describe_head(about: Mapping[str, Any]) -> str:
+    """The head of an attribution in a few words."""
+    if not about:
+        return "its own classifier"
+    return ", ".join(about["labels"]) if "labels" in about else str(about)
 
 
 def check_images(sources: Iterable[Source], part: slice, batch: Tensor) -> None:

@@ -210,7 +210,7 @@ def _mean_curve(curves: Curves) -> schemas.RemovalCurve:
     )
 
 
-def inside(service: ModelService, request: schemas.Question) -> schemas.InsideResult:
+def inside(service: ModelService, request: schemas.AskedQuestion) -> schemas.InsideResult:
     """Attention to each patch in each block, and the prediction if the model ended after each block."""
     question = service.resolve_question(request)
     vit = question.vit

@@ -124,7 +124,7 @@ async def ablate(service: Service, body: schemas.AblateRequest) -> schemas.Ablat
 
 
 @routes.post("/inside", summary="Attention to each patch and the prediction after each block")
-async def inside(service: Service, body: schemas.Question) -> schemas.InsideResult:
+async def inside(service: Service, body: schemas.AskedQuestion) -> schemas.InsideResult:
     return await service.quick.run(lambda: answers.inside(service, body))
 
 

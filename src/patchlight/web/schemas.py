@@ -48,7 +48,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Question(StrictModel):
+class AskedQuestion(StrictModel):
     """An image, and the class to explain."""
 
     image: ImageId
@@ -84,11 +84,11 @@ def once_each(methods: list[MethodRequest]) -> list[MethodRequest]:
     return methods
 
 
-class PredictRequest(Question):
+class PredictRequest(AskedQuestion):
     most: Annotated[Integer, Field(ge=1, le=MOST_PREDICTIONS)] = 10
 
 
-class ExplainRequest(Question):
+class ExplainRequest(AskedQuestion):
     methods: Annotated[list[MethodRequest], AfterValidator(once_each)] = Field(min_length=1, max_length=MOST_METHODS)
     seed: Index = 0
     wait: Seconds = 0
@@ -104,7 +104,7 @@ class AblateRequest(PredictRequest, Removed):
     model_config = _example(image="cat", removed=[[27, 28, 35, 36]])
 
 
-class HideRequest(Question, Removed):
+class HideRequest(AskedQuestion, Removed):
     """The map whose strongest patches are hidden; exactly one method."""
 
     methods: list[MethodRequest] = Field([MethodRequest(name="auto")], min_length=1, max_length=1)

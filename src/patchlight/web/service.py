@@ -203,7 +203,7 @@ class ModelService:
         seconds = min(timeit.repeat(lambda: vit.logits(image), number=1, repeat=3))
         return int(max(1, min(64, CHUNK / seconds)))
 
-    def resolve_question(self, question: schemas.Question, image: StoredImage | None = None) -> ResolvedQuestion:
+    def resolve_question(self, question: schemas.AskedQuestion, image: StoredImage | None = None) -> ResolvedQuestion:
         """Find the image, the classes and the logits of a question, or say what is wrong with it."""
         image = image or self.images.find(question.image)
         texts = None if question.texts is None else (tuple(question.texts), question.template)
