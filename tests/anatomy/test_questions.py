@@ -43,9 +43,7 @@ class _Surest(Question):
 def detector() -> pl.Anatomy:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
-    config = transformers.YolosConfig(
-        **sizes, image_size=[64, 96], patch_size=16, num_detection_tokens=6, num_labels=5
-    )
+    config = transformers.YolosConfig(**sizes, image_size=[64, 96], patch_size=16, num_detection_tokens=6, num_labels=5)
     model = transformers.YolosForObjectDetection(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
