@@ -17,9 +17,12 @@ from patchlight.methods.requests import refusal, resolve
 from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals
 from tests.families import CLASSES, images, randomise
+from tools.models import options
 from tools.models import small as narrow
 
 STAGED = ("swin", "pvt", "twins")
+SIZED = ("gemma4", "naflex")
+"""Their size is that of the configuration: up to 2,304 tokens, which take 18 GB."""
 READ = (*PLAIN, "swin_transformer", "swin_transformer_v2", "pvt_v2", "twins")
 NAMES = [name for name in list_models() if name != "pocket" and module_of(name) in READ]
 """Those with an anatomy of their own; the others are cut where timm says (tests/tools/test_models.py)."""
@@ -34,6 +37,9 @@ def small(name: str) -> Any:
         if name.startswith("swin"):
             given |= {"img_size": 64, "window_size": 4, "embed_dim": 16, "num_heads": (1, 2, 2, 4)}
         return timm.create_model(name, num_classes=CLASSES, **given)
+    if name.startswith(SIZED):
+        overlay = {"pretrained_cfg_overlay": {"input_size": (3, 64, 64)}}
+        return timm.create_model(name, num_classes=CLASSES, **{**options(name), **overlay})
     return narrow(name)
 
 

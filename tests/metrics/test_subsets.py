@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ def additive(count: int = 2) -> tuple[pl.Anatomy, Tensor, Tensor]:
     return vit, batch, vit.embed(batch)[..., 0].view(count, *vit.grid)
 
 
-def value(vit: pl.Anatomy, batch: Tensor, maps: Tensor, metric: str, **settings: Any) -> Tensor:
-    return pl.evaluate(vit, batch, maps, metric, 0, **{**LOGITS, **settings}).values.double()
+def value(vit: pl.Anatomy, batch: Tensor, maps: Tensor, metric: str, target: int = 0, **settings: Any) -> Tensor:
+    return pl.evaluate(vit, batch, maps, metric, target, **{**LOGITS, **settings}).values.double()
 
 
 @pytest.mark.parametrize("preset", [{}, {"preset": "ancona"}])
@@ -120,3 +121,49 @@ def test_a_method_that_ignores_the_class_has_one(other: str) -> None:
     found = pl.evaluate(vit, images(vit, 2), ["rollout", "genatt"], "class-similarity", 1, other=other)
     torch.testing.assert_close(found["rollout"].values.double(), torch.ones(2, dtype=torch.float64))
     assert bool((found["genatt"].values < 1).all())
+
+
+def pixel_sets(vit: pl.Anatomy, sets: Tensor) -> Tensor:
+    """Where sets of patches [R,k] lie in an image: booleans [R,1,H,W]."""
+    hidden = torch.zeros(len(sets), vit.grid[0] * vit.grid[1], dtype=torch.bool).scatter_(1, sets, True)
+    return hidden.view(-1, 1, *vit.grid).repeat_interleave(16, 2).repeat_interleave(16, 3)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_it_is_captums_infidelity(scaled: bool) -> None:
+    """For the same sets: each is hidden in all images, and the map is spread over the pixels of its patches.
+
+    The map is one of positive factor b, because captum's can be negative.
+    """
+    captum = pytest.importorskip("captum.metrics")
+    vit = shared("vit-wide", torch.float64)
+    batch = images(vit, 2)
+    settings = {"unit": "patch", "level": "token", "score": "logit"}
+    maps = torch.as_tensor(pl.explain(vit, batch, "occlusion", target=1, **settings).scores).double()
+    hidden = pixel_sets(vit, random_sets(12, 0.3, 15, 0)).double()
+
+    def perturb(x: Tensor) -> tuple[Tensor, Tensor]:
+        """captum repeats each image for every set, one image after the other."""
+        each = hidden.repeat(len(x) // len(hidden), 3, 1, 1)
+        return each, x * (1 - each)
+
+    spread = maps[:, None].repeat_interleave(16, 2).repeat_interleave(16, 3).expand_as(batch) / (3 * 16 * 16)
+    theirs = captum.infidelity(vit.model, perturb, batch, spread, target=1, n_perturb_samples=12, normalize=scaled)
+    torch.testing.assert_close(value(vit, batch, maps, "infidelity", samples=12, target=1, scaled=scaled), theirs)
+
+
+def test_it_is_quantus_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantus hides random pixels; here it is given the pixels of our sets of patches."""
+    quantus = pytest.importorskip("quantus")
+    vit = shared("vit-wide")
+    batch = images(vit, 2)
+    maps = torch.rand(2, *vit.grid, generator=torch.Generator().manual_seed(1))
+    hidden = pixel_sets(vit, random_sets(12, 0.4, 15, 0)).expand(-1, 3, -1, -1).flatten(1)
+    pixels = iter([row.nonzero()[:, 0].numpy() for row in hidden for _ in batch])
+    monkeypatch.setattr(np.random, "choice", lambda *_, **__: next(pixels))
+    spread = maps[:, None].repeat_interleave(16, 2).repeat_interleave(16, 3).expand_as(batch)
+    theirs = quantus.FaithfulnessCorrelation(
+        nr_runs=12, subset_size=6 * 16 * 16, normalise=False, perturb_baseline=0.0, return_aggregate=False
+    )(model=vit.model, x_batch=batch.numpy(), y_batch=np.array([1, 1]), a_batch=spread.numpy(), device="cpu")
+    found = value(vit, batch, maps, "faithfulness-correlation", samples=12, shares=(0.4,), target=1)
+    torch.testing.assert_close(found, torch.tensor(theirs, dtype=torch.float64), atol=1e-4, rtol=0)
