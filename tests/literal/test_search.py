@@ -11,20 +11,26 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.methods.search import guided_order, ordered_map, region_members
+from patchlight.methods.orders import guided_order, phased_order
+from patchlight.methods.search import ordered_map, rank_error, region_members, segment_members
 from tests.families import images, shared
 
 SetValue = Callable[[frozenset[int]], float]
 
 
 def as_function(value: SetValue) -> Callable[[Tensor], Tensor]:
-    """A value of Python sets as a function of indicators [R,k,n]."""
+    """A value of Python sets as a function of indices [R,k,m]."""
 
     def of_sets(sets: Tensor) -> Tensor:
-        rows = [[value(frozenset(one.nonzero()[:, 0].tolist())) for one in row] for row in sets]
+        rows = [[value(frozenset(one.tolist())) for one in row] for row in sets]
         return torch.tensor(rows, dtype=torch.float64)
 
     return of_sets
+
+
+def additive(effects: Tensor) -> Callable[[Tensor], Tensor]:
+    """Games [R,n] whose sets are worth the sum of their players."""
+    return lambda sets: effects[:, None].expand(-1, sets.shape[1], -1).gather(2, sets).sum(-1)
 
 
 def random_game(players: int, seed: int) -> SetValue:
@@ -58,7 +64,7 @@ def lima(value: SetValue, prior: list[float], pending: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_width_of_all_regions_is_greedy(seed: int) -> None:
     game, prior = random_game(7, seed), torch.rand(1, 7, dtype=torch.float64)
-    order, valued = guided_order(as_function(game), prior, width=7)
+    order, valued, *_ = guided_order(as_function(game), prior, width=7)
     assert order[0].tolist() == greedy(game, 7)
     assert valued == sum(range(2, 8)), "the last region needs no value"
 
@@ -67,15 +73,143 @@ def test_a_width_of_all_regions_is_greedy(seed: int) -> None:
 @pytest.mark.parametrize("pending", [1, 3, 8])
 def test_two_ends(seed: int, pending: int) -> None:
     game, prior = random_game(8, seed), torch.rand(1, 8, generator=torch.Generator().manual_seed(seed)).double()
-    order, _ = guided_order(as_function(game), prior, pending, two_ended=True)
+    order, *_ = guided_order(as_function(game), prior, pending, two_ended=True)
     assert order[0].tolist() == lima(game, prior[0].tolist(), pending)
 
 
 @pytest.mark.parametrize("two_ended", [False, True])
 def test_an_additive_game_is_sorted(two_ended: bool) -> None:
     effects = torch.tensor([[0.3, -0.1, 0.7, 0.05, 0.2], [0.1, 0.2, 0.3, 0.4, 0.5]], dtype=torch.float64)
-    order, _ = guided_order(lambda sets: (sets * effects[:, None]).sum(-1), effects * 0 - 1, 5, two_ended)
+    order, *_ = guided_order(additive(effects), effects * 0 - 1, 5, two_ended=two_ended)
     assert order.tolist() == effects.argsort(descending=True).tolist()
+
+
+def lazy(value: SetValue, prior: list[float], width: int, fresh: int) -> list[int]:
+    """Candidates that were never valued come first, then those that were closest to the best of their step."""
+    order: list[int] = []
+    stale: dict[int, float] = {}
+    rest = sorted(range(len(prior)), key=lambda i: -prior[i])
+    while len(rest) > 1:
+        count = fresh if order else width
+        window = rest[:width]
+        some = sorted(window, key=lambda i: -stale.get(i, float("inf")))[:count]
+        values = {i: value(frozenset([*order, i])) for i in window if i in some}
+        best = max(values, key=lambda i: values[i])
+        stale.update({i: v - values[best] for i, v in values.items()})
+        order.append(best)
+        rest.remove(best)
+    return [*order, *rest]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fresh", [1, 3, 5])
+def test_the_lazy_search(seed: int, fresh: int) -> None:
+    game, prior = random_game(9, seed), torch.rand(1, 9, generator=torch.Generator().manual_seed(seed)).double()
+    order, valued, *_ = guided_order(as_function(game), prior, 5, fresh)
+    assert order[0].tolist() == lazy(game, prior[0].tolist(), 5, fresh)
+    assert valued == 5 + sum(min(fresh, left, 5) for left in range(2, 9))
+
+
+def phases(value: SetValue, players: int) -> list[int]:
+    """PhaseWin as its paper's code describes it, with a window of 30 % of the players."""
+    shown: list[int] = []
+    rest, parked, width = list(range(players)), list[int](), max(1, round(0.3 * players))
+
+    def worth(i: int) -> float:
+        return value(frozenset([*shown, i]))
+
+    while len(rest) > 1:
+        first = max(rest, key=worth)
+        shown.append(first)
+        rest.remove(first)
+        values = {i: worth(i) for i in rest}
+        top = max(values.values())
+        parked += [i for i in rest if values[i] < 0.05 * top]
+        rest = [i for i in rest if i not in parked]
+        pool = sorted((i for i in rest if values[i] >= 0.6 * top), key=lambda i: -values[i])
+        history: list[float] = []
+        while pool:
+            now = {i: worth(i) for i in pool[:width]}
+            best = max(now.values())
+            ratios = [a / b for a, b in itertools.pairwise([*history, best])]
+            steep = len(history) > 1 and ratios[-1] - ratios[-2] > 0.02
+            if steep and best < 0.98 * history[-1]:
+                break
+            limit = max(0.6 * top, best if steep else 0.99 * best)
+            accepted = sorted((i for i in now if now[i] >= limit), key=lambda i: -now[i])
+            shown += accepted
+            pool = [i for i in pool if i not in accepted]
+            rest = [i for i in rest if i not in accepted]
+            history.append(best)
+            if steep or not accepted:
+                break
+    last = rest + parked
+    return shown + (sorted(last, key=lambda i: -worth(i)) if len(last) > 1 else last)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_phases(seed: int) -> None:
+    game = random_game(10, seed)
+    order, valued, *_ = phased_order(as_function(game), -torch.arange(10.0)[None])
+    assert order[0].tolist() == phases(game, 10)
+    budget = valued // 2
+    part = phased_order(as_function(game), -torch.arange(10.0)[None], budget)
+    assert part.valued <= budget
+    assert part.regions[0, : part.first].tolist() == order[0, : part.first].tolist()
+    assert part.regions[0, part.first :].tolist() == sorted(part.regions[0, part.first :].tolist())
+
+
+def test_phases_sort_an_additive_game() -> None:
+    effects = torch.rand(1, 12, generator=torch.Generator().manual_seed(0))
+    order = phased_order(additive(effects), torch.zeros(1, 12)).regions
+    assert order.tolist() == effects.argsort(descending=True).tolist()
+
+
+def test_the_error_of_a_rank() -> None:
+    """Of equal values each rank is as likely as any other; values far apart keep theirs."""
+    players = 50
+    equal = rank_error(torch.zeros(1, players), torch.ones(1, players), torch.Generator().manual_seed(0))
+    assert float(equal.mean()) == pytest.approx(((players**2 - 1) / 12) ** 0.5, rel=0.02)
+    apart = rank_error(torch.arange(3.0)[None], torch.full((1, 3), 0.01), torch.Generator().manual_seed(0))
+    assert apart.tolist() == [[0, 0, 0]]
+
+
+def test_segments_have_the_patches_that_they_cover_most() -> None:
+    vit = shared("vit")
+    labels = torch.zeros(vit.geometry.size, dtype=torch.long)
+    labels[:, labels.shape[1] * 3 // 8 :] = 1  # the second of four columns is split in the middle
+    labels[0, 0] = 2
+    members = segment_members(labels, vit)
+    assert members.shape == (2, 16), "a segment that covers no patch is left out"
+    assert members.sum(0).tolist() == [1] * 16
+    assert members[1].view(4, 4)[:, 2:].all()
+    assert not members[1].view(4, 4)[:, 0].any()
+
+
+@pytest.mark.parametrize("settings", [{"regions": "slic", "side": 2}, {"schedule": "phasewin"}, {"side": 3}])
+def test_images_and_classes_are_searched_by_themselves(settings: dict[str, object]) -> None:
+    vit = shared("vit")
+    batch = images(vit, 2)
+    several = {"prior": "genatt", "candidates": 2, "budget": 60, **settings}
+    both = pl.explain(vit, batch, {"search": several}, target=[[0, 1], [2, 3]])["search"]
+    assert [sorted(one.flatten().tolist()) for one in both.scores.flatten(0, 1)] == [list(range(1, 17))] * 4
+    single = pl.explain(vit, batch[1:], {"search": several}, target=3)["search"]
+    assert torch.equal(both.scores[1:, 1], single.scores)
+
+
+def test_patches_that_the_budget_leaves_have_an_error() -> None:
+    vit = shared("vit")
+    batch = images(vit, 1)
+    settings = {"prior": "posterior", "samples": 24, "candidates": 2, "schedule": "two-ended", "budget": 24}
+    found = pl.explain(vit, batch, {"search": settings}, target=1)["search"]
+    assert found.error is not None
+    left = found.error.isfinite()
+    assert found.facts["forwards"] == (24.0,)
+    assert int(left.sum()) == 16 - 6, "three steps at both ends"
+    prior = pl.explain(vit, batch, {"posterior": {"samples": 24}}, target=1)["posterior"]
+    order = prior.scores[left].argsort(descending=True)
+    assert order.tolist() == found.scores[left].argsort(descending=True).tolist()
+    assert pl.explain(vit, batch, {"search": {**settings, "budget": None}}, target=1)["search"].error is None
 
 
 def test_greedy_covers_most_of_what_can_be_covered() -> None:
@@ -83,7 +217,7 @@ def test_greedy_covers_most_of_what_can_be_covered() -> None:
     generator = torch.Generator().manual_seed(0)
     covers = torch.rand(6, 12, generator=generator) < 0.3
     value = as_function(lambda members: float(covers[list(members)].any(0).sum()) if members else 0.0)
-    order, _ = guided_order(value, torch.zeros(1, 6).double(), 6)
+    order, *_ = guided_order(value, torch.zeros(1, 6).double(), 6)
     for size in range(1, 7):
         best = max(float(covers[list(some)].any(0).sum()) for some in itertools.combinations(range(6), size))
         assert float(covers[order[0, :size]].any(0).sum()) >= (1 - 1 / torch.e) * best
@@ -91,8 +225,8 @@ def test_greedy_covers_most_of_what_can_be_covered() -> None:
 
 def test_a_budget_leaves_the_rest_to_the_prior() -> None:
     game, prior = random_game(6, 1), torch.tensor([[6.0, 5, 4, 3, 2, 1]]).double()
-    order, valued = guided_order(as_function(game), prior, width=2, budget=4)
-    full, _ = guided_order(as_function(game), prior, width=2)
+    order, valued, *_ = guided_order(as_function(game), prior, width=2, budget=4)
+    full, *_ = guided_order(as_function(game), prior, width=2)
     assert valued == 4
     assert order[0, :2].tolist() == full[0, :2].tolist()
     assert order[0, 2:].tolist() == sorted(order[0, 2:].tolist())
@@ -139,10 +273,10 @@ def test_the_method_is_the_search_written_out(objective: str, unit: str) -> None
         def value(members: frozenset[int], p: SetValue = p) -> float:
             others = frozenset(range(16)) - members
             shown, hidden = p(members), p(others) if others else 0.0
-            return {"both": shown - hidden, "insertion": shown, "deletion": -hidden}[objective]
+            return {"both": shown + 1 - hidden, "insertion": shown, "deletion": 1 - hidden}[objective]
 
         sets = 30 if objective == "both" else 60
-        order, _ = guided_order(as_function(value), prior[i : i + 1], 3, budget=sets)
+        order, *_ = guided_order(as_function(value), prior[i : i + 1], 3, budget=sets)
         assert found.scores[i].flatten().argsort(descending=True).tolist() == order[0].tolist()
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.extras import missing_extra
 from patchlight.core.registry import Settings
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.ablation import Count, PixelMasks, RankRanges, Variants
 from patchlight.evidence.fills import Fill, Filling, fill_images
 from patchlight.methods.base import Ask, Level, ablates
-from patchlight.methods.lime import patch_labels, picture
+from patchlight.methods.lime import patch_labels
 from patchlight.methods.masking import at_level, only_images
+from patchlight.methods.orders import guided_order
 from patchlight.methods.posterior import prior_map
-from patchlight.methods.search import guided_order, prior_dependence, refuse_prior, region_members
+from patchlight.methods.search import prior_dependence, refuse_prior, region_members, slic_regions
 
 BLURS = range(31, 102, 2)
 """Sides of the blur's kernel; the first one that hides the class is used."""
@@ -70,17 +70,6 @@ def region_values(falls: np.ndarray, sizes: np.ndarray, values: Values) -> np.nd
     return mixed
 
 
-def slic_regions(image: Tensor, vit: Anatomy, count: int) -> Tensor:
-    """About `count` nearly square SLIC segments [H,W] of one normalised image, as the authors make them."""
-    try:
-        from skimage.segmentation import slic
-    except ImportError:
-        raise missing_extra("the SLIC regions of 'mda' need", "scikit-image", "lime", "use regions='square'") from None
-    found = slic(picture(image, vit), n_segments=count, compactness=10_000, start_label=0)
-    labels: Tensor = torch.from_numpy(found).long()
-    return labels
-
-
 def pixel_ranks(places: Tensor) -> Tensor:
     """The rank of each pixel [H,W], from the place of its region in the order; inside a region in reading order."""
     return places.flatten().argsort(stable=True).argsort().view_as(places)
@@ -106,6 +95,10 @@ class _Game:
         """The score of each variant [V]."""
         return self.ask.score_variants(variants)[:, 0].double().cpu()
 
+    def among(self, sets: Tensor) -> Tensor:
+        """Which regions [V,n] are in sets of indices [V,m]."""
+        return torch.zeros(len(sets), int(self.labels.max()) + 1, dtype=torch.bool).scatter_(1, sets, True)
+
     def shown(self, sets: Tensor, fill: Filling) -> Tensor:
         """The score [V] with only the regions of each set [V,n] over a fill."""
         return self.score(PixelMasks(torch.zeros(len(sets)).long(), sets.to(self.labels.device)[:, self.labels], fill))
@@ -121,23 +114,21 @@ class _Game:
         best: list[float] = []
 
         def insertion(sets: Tensor) -> Tensor:
-            scores = self.shown(sets[0], self.blurry)
+            scores = self.shown(self.among(sets[0]), self.blurry)
             best.append((float(scores.max()) - low) / max(abs(high - low), torch.finfo(torch.float64).tiny))
             return scores[None]
 
         def enough() -> bool:
             return cutoff < 1 and bool(best) and best[-1] >= cutoff
 
-        shown = guided_order(insertion, prior[None], candidates, stop=enough)[0][0]
+        shown = guided_order(insertion, prior[None], candidates, stop=enough).regions[0]
         first = shown[: len(best)] if enough() else shown
         rest = torch.ones_like(prior).index_fill(0, first, 0).nonzero()[:, 0]
 
         def deletion(sets: Tensor) -> Tensor:
-            among = torch.zeros(sets.shape[1], len(prior), dtype=torch.bool)
-            among[:, rest] = sets[0]
-            return -self.shown(among, self.grey)[None]
+            return -self.shown(self.among(rest[sets[0]]), self.grey)[None]
 
-        last = rest[guided_order(deletion, -prior[rest][None], candidates)[0][0]]
+        last = rest[guided_order(deletion, -prior[rest][None], candidates).regions[0]]
         return torch.cat([first, last.flip(0)])
 
     def falls(self, order: Tensor) -> np.ndarray:
@@ -250,7 +241,7 @@ def mda(
     for index, own in enumerate(maps):
         image = ask.of(torch.tensor([index]))
         if regions == "slic":
-            labels = slic_regions(image.images[0], ask.vit, len(squares))
+            labels = slic_regions(image.images[0], ask.vit, len(squares), 10_000)
         sizes = labels.flatten().bincount().double()
         for column, patches in enumerate(own):
             alone = replace(image, targets=image.targets.column(column))

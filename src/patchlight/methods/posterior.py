@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from patchlight.core.resize import at_size, to_cells
 from patchlight.evidence.fills import Fill
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.methods.base import Ask, Estimate, Reads, ablates
-from patchlight.methods.maps import compute
+from patchlight.methods.maps import estimate as estimate_maps
 from patchlight.methods.masking import Ratio
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.sampling import Tolerance, in_rounds
@@ -140,12 +140,17 @@ def fields(ask: Ask, source: MaskSource, samples: int) -> Tensor:
 
 def prior_map(ask: Ask, prior: str) -> Tensor | None:
     """The map of another method [B,T,N] for the same images and classes, in patches; None for no prior."""
-    if prior == "none":
-        return None
+    return None if prior == "none" else prior_estimate(ask, prior).maps
+
+
+def prior_estimate(ask: Ask, prior: str, **settings: Any) -> Estimate:
+    """The map of another method [B,T,N], with its error if it has one and is not a map of pixels."""
     score = None if ask.score in ("logit", "probability") else ask.score
-    request = resolve(prior, score=score)
-    maps = compute(ask.vit, ask.images, [request], ask.targets, ask.seed)[1][0]
-    return to_cells(maps, ask.vit.grid, ask.vit.extent).flatten(2) if request.level == "pixel" else maps.flatten(2)
+    request = resolve(prior, settings, score)
+    found = estimate_maps(ask.vit, ask.images, [request], ask.targets, ask.seed)[1][0]
+    if request.level == "pixel":
+        return Estimate(to_cells(found.maps, ask.vit.grid, ask.vit.extent).flatten(2))
+    return Estimate(found.maps.flatten(2), None if found.error is None else found.error.flatten(2))
 
 
 def _chosen_prior(prior: str, vit: Anatomy) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -10,63 +12,25 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.core.errors import PatchlightError
+from patchlight.core.extras import missing_extra
 from patchlight.core.registry import Settings
-from patchlight.evidence.ablation import Count, PixelMasks
+from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, free_chunk
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, ablates
+from patchlight.methods.lime import patch_labels, picture
 from patchlight.methods.masking import owners, score_kept
-from patchlight.methods.posterior import prior_map
-from patchlight.methods.requests import refusal, resolve
+from patchlight.methods.orders import Order, SetFunction, guided_order, others, phased_order
+from patchlight.methods.posterior import prior_estimate
+from patchlight.methods.requests import Request, refusal, resolve
 
 Objective = Literal["both", "insertion", "deletion"]
-SetFunction = Callable[[Tensor], Tensor]
-"""From sets of regions [R,k,n] to their values [R,k]; row r is an image with a class."""
-
-
-def guided_order(
-    value: SetFunction,
-    prior: Tensor,
-    width: int,
-    two_ended: bool = False,
-    budget: int | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> tuple[Tensor, int]:
-    """Regions in the order of a greedy search, and how many sets were valued for each row.
-
-    Each step values the shown regions together with each of the `width` remaining regions that the prior [R,n] ranks
-    highest, and shows the best one. Equal values, and regions that are left when the budget is spent, follow the prior.
-
-    Args:
-        value: The set function.
-        prior: Values of the regions [R,n].
-        width: Candidates of a step; n of them make the search plain greedy.
-        two_ended: After each step, also place one region at the other end of the order: of the `width` lowest by the
-            prior, the one that is worth least together with those already placed there (Chen et al., LiMA, 2025).
-        budget: Most sets to value for each row; None: no limit.
-        stop: Whether to end before the next step, as if the budget were spent.
-    """
-    remaining = prior.argsort(dim=1, descending=True, stable=True)
-    shown = torch.zeros_like(prior, dtype=torch.bool)
-    last = torch.zeros_like(shown)
-    front, back, valued = list[Tensor](), list[Tensor](), 0
-
-    def place(candidates: Tensor, among: Tensor, sign: int) -> Tensor:
-        """The best (sign 1) or worst (sign -1) candidate [R,1], which joins the regions it was valued with."""
-        nonlocal valued, remaining
-        sets = among[:, None].repeat(1, candidates.shape[1], 1).scatter_(2, candidates[..., None], True)
-        best = candidates.gather(1, (sign * value(sets).to(prior.device)).argmax(1, keepdim=True))
-        among.scatter_(1, best, True)
-        remaining = remaining[remaining != best].view(len(prior), -1)
-        valued += candidates.shape[1]
-        return best
-
-    while remaining.shape[1] > 1 and (budget is None or valued + min(width, remaining.shape[1]) <= budget):
-        if stop is not None and stop():
-            break
-        front.append(place(remaining[:, :width], shown, 1))
-        if two_ended and remaining.shape[1] > width and (budget is None or valued + width <= budget):
-            back.append(place(remaining[:, -width:].flip(1), last, -1))
-    return torch.cat([*front, remaining, *reversed(back)], 1), valued
+Regions = Literal["square", "slic"]
+Schedule = Literal["guided", "lazy", "two-ended", "greedy", "phasewin"]
+FRESH = 3
+"""Candidates that a step of the lazy schedule values."""
+RANKINGS = 200
+"""Samples of the prior's map from which the error of a rank is computed."""
 
 
 def region_members(grid: tuple[int, ...], side: int) -> Tensor:
@@ -78,6 +42,26 @@ def region_members(grid: tuple[int, ...], side: int) -> Tensor:
     return of == torch.arange(int(of[-1]) + 1)[:, None]
 
 
+def slic_regions(image: Tensor, vit: Anatomy, count: int, compactness: float = 10.0) -> Tensor:
+    """About `count` SLIC segments [H,W] of one normalised image; a large compactness makes them nearly square."""
+    try:
+        from skimage.segmentation import slic
+    except ImportError:
+        raise missing_extra("SLIC regions need", "scikit-image", "lime", "use regions='square'") from None
+    found = slic(picture(image, vit), n_segments=count, compactness=compactness, start_label=0)
+    labels: Tensor = torch.from_numpy(found).long()
+    return labels
+
+
+def segment_members(labels: Tensor, vit: Anatomy) -> Tensor:
+    """Which patches [n,N] belong to each segment of labels [H,W]: each patch to the one that covers most of it."""
+    patch = patch_labels(vit, tuple(labels.shape)).flatten()
+    shared = torch.zeros(int(labels.max()) + 1, vit.cells)
+    shared.index_put_((labels.flatten(), patch), torch.ones(len(patch)), accumulate=True)
+    members = shared.argmax(0) == torch.arange(len(shared))[:, None]
+    return members[members.any(1)]
+
+
 def ordered_map(order: Tensor, members: Tensor, prior: Tensor) -> Tensor:
     """A map [R,N] whose values fall along an order of regions [R,n]; inside a region the prior [R,N] decides."""
     position = order.argsort(1)  # of each region
@@ -87,27 +71,52 @@ def ordered_map(order: Tensor, members: Tensor, prior: Tensor) -> Tensor:
     return (prior.shape[1] - places).to(prior)
 
 
-def _set_function(ask: Ask, members: Tensor, objective: Objective, removes: bool, fill: Fill) -> SetFunction:
-    """The values [R,k] of sets of regions [R,k,n], R = B T: the score of each row's own class."""
+def rank_error(values: Tensor, error: Tensor, generator: torch.Generator) -> Tensor:
+    """The standard deviation of the rank of each of independent normal values [R,U] with these deviations, sampled."""
+    noise = torch.randn(RANKINGS, 1, values.shape[1], generator=generator, dtype=values.dtype)
+    return (values + error * noise).argsort(2).argsort(2).to(values.dtype).std(0)
+
+
+def set_function(ask: Ask, members: Tensor, objective: Objective, removes: bool, fill: Fill) -> SetFunction:
+    """The values [R,k] of sets of regions [R,k,m], R = B T: the score of each row's own class.
+
+    Regions of one size are removed without waiting for the accelerator.
+    """
+    ask = replace(ask, ablation_settings={**ask.ablation_settings, "chunk": ask.ablation.chunk or free_chunk(ask.vit)})
     count, classes = len(ask.images), ask.targets.index.shape[1]
+    sizes = members.sum(1)
+    even = bool((sizes == sizes[0]).all())
+    members = members.to(ask.images.device)
+    cells = members.nonzero()[:, 1].view(len(members), -1) if even else None  # [n,size]
     filling = None if removes else fill_images(fill, ask.images, ask.vit, ask.seed)
 
-    def score(sets: Tensor) -> Tensor:
-        kept = (sets.to(members.device).float() @ members.float() > 0).view(count, -1, members.shape[1])  # [B,T k,N]
-        if filling is None:
-            scores = score_kept(ask, kept)
+    def kept(sets: Tensor) -> Tensor:
+        inside = torch.zeros(*sets.shape[:2], len(members), device=sets.device).scatter_(2, sets, 1)
+        return inside @ members.float() > 0  # [R,k,N]
+
+    def score(groups: list[Tensor]) -> Tensor:
+        """Scores [G,R,k] of groups of sets."""
+        each = groups[0].shape[1]
+        owner = owners(ask, classes * each)
+        if filling is not None:
+            masks = [kept(sets).view(-1, *ask.vit.grid) for sets in groups]
+            scores = ask.score_variants([PixelMasks(owner, some, filling) for some in masks])
+        elif cells is not None:
+            scores = ask.score_variants([TokenSubsets(owner, cells[sets].flatten(2).flatten(0, 1)) for sets in groups])
         else:
-            masks = kept.reshape(-1, *ask.vit.grid)
-            scores = ask.score_variants(PixelMasks(owners(ask, kept.shape[1]), masks, filling))
-        return scores.view(count, classes, -1, classes).diagonal(dim1=1, dim2=3).mT.flatten(0, 1)
+            shown = torch.cat([kept(sets).view(count, classes * each, -1) for sets in groups], 1)
+            scores = score_kept(ask, shown).view(count, len(groups), -1).transpose(0, 1)
+        scores = scores.reshape(len(groups), count, classes, each, classes)
+        return scores.diagonal(dim1=2, dim2=4).mT.flatten(1, 2)
 
     def value(sets: Tensor) -> Tensor:
         if objective == "insertion":
-            return score(sets)
+            return score([sets])[0]
+        hidden = others(sets, len(members))
         if objective == "deletion":
-            return -score(~sets)
-        shown, hidden = score(torch.cat([sets, ~sets], 1)).chunk(2, 1)
-        return shown - hidden
+            return score([hidden])[0].neg().add(1)
+        shown, left = score([sets, hidden]).unbind(0)
+        return shown + (1 - left)
 
     return value
 
@@ -116,19 +125,30 @@ def refuse_prior(settings: Settings, vit: Anatomy) -> str | None:
     """Why the method `prior` cannot guide a search on a model."""
     if settings["prior"].split(".")[0] in ("search", "mda"):
         return "'search' and 'mda' cannot be its prior; give another method, such as 'posterior'"
-    reason = refusal(resolve(settings["prior"]).suited(vit), vit)
+    reason = refusal(_prior(settings).suited(vit), vit)
     return None if reason is None else f"its prior '{settings['prior']}' does not work here: {reason}"
+
+
+def _prior(settings: Settings) -> Request:
+    return resolve(settings["prior"], prior_settings(settings["prior"], settings.get("samples")))
+
+
+def prior_settings(prior: str, samples: int | None) -> dict[str, int]:
+    """The number of samples of a prior that samples; its default if it is None."""
+    return {} if samples is None or "samples" not in resolve(prior).settings else {"samples": samples}
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if settings["unit"] == "token" and vit.can_drop is not None:
         return f"{vit.can_drop}; unit='patch' works"
+    if settings["regions"] == "slic" and (len(vit.grid) != 2 or vit.layout.inputs != "images"):
+        return f"SLIC segments are made of pictures, and {vit.name} takes {vit.layout.inputs}; regions='square' works"
     return refuse_prior(settings, vit)
 
 
 def prior_dependence(settings: Settings) -> object:
     """What the prior's map depends on besides its settings."""
-    request = resolve(settings["prior"])
+    request = _prior(settings)
     return None if request.method.depends is None else request.method.depends(request.settings)
 
 
@@ -142,14 +162,17 @@ def prior_dependence(settings: Settings) -> object:
     quick={"candidates": 2, "prior": "random", "budget": 24},
     refuses=_refuses,
     depends=prior_dependence,
+    presets={"thorough": {"samples": 1024}},
 )
 def search(
     ask: Ask,
     prior: str = "posterior",
+    samples: Annotated[int, Field(ge=0)] = 128,
     candidates: Count = 8,
+    schedule: Schedule = "guided",
+    regions: Regions = "square",
     side: Count = 1,
     objective: Objective = "both",
-    two_ended: bool = False,
     budget: Annotated[int, Field(ge=0)] | None = None,
     unit: Literal["auto", "token", "patch"] = "auto",
     fill: Fill = "zero",
@@ -158,33 +181,81 @@ def search(
 
     The search maximises what insertion and deletion curves measure, so compare it on other metrics as well.
 
-    .. math:: v_k = \\arg\\max_{v \\in C_k} F(S_{k-1} \\cup v), \\qquad F(S) = p(S) - p(V \\setminus S)
+    .. math:: v_k = \\arg\\max_{v \\in C_k} F(S_{k-1} \\cup v), \\qquad F(S) = p(S) + 1 - p(V \\setminus S)
 
     C_k are the remaining patches that the prior ranks highest, and p is the score of the class with only those patches.
-    The map holds ranks: the patch that is shown first has the value N, the last one has 1. If each step compares all
-    patches, this is the greedy search of SMDL-Attribution with this objective.
+    The map holds ranks: the patch that is shown first has the value N, the last one has 1. What the budget leaves
+    unsearched follows the prior; where the prior has an error, the error of these patches is that of their rank, if the
+    prior's errors are independent. Preset: `thorough` (1,024 masks of `posterior`).
 
     Args:
         prior: The method whose map chooses the candidates.
+        samples: Number of samples of a prior that samples: masks of `posterior`.
         candidates: Patches that each step compares.
-        side: Side of the squares of patches that are ordered as one; inside a square the prior's order holds.
-        objective: "both" is F above, "insertion" is p(S) alone, and "deletion" is -p(V without S) alone.
-        two_ended: Also fill the order from its end, which takes half as many steps (LiMA).
-        budget: Most sets to score for each image and class, after the prior; the rest follows the prior's order.
+        schedule: "guided" is the formula. "lazy" values only 3 candidates in each step, new ones and those that were
+            best when last valued. "two-ended" also fills the order from its end, in half as many steps (LiMA). "greedy"
+            compares all patches (SMDL-Attribution). "phasewin" accepts several patches at once (PhaseWin, our reading);
+            the prior only breaks its ties.
+        regions: What is ordered: "square" of patches, or "slic", superpixels (needs the extra `lime`); the patches of a
+            region follow each other in the prior's order.
+        side: Side of the squares, in patches; there are as many superpixels as squares.
+        objective: "both" is F above, "insertion" is p(S) alone, and "deletion" is 1 - p(V without S) alone.
+        budget: Most forwards for each image and class, after the prior; the rest follows the prior's order.
         unit: "token" removes hidden patches from the sequence, "patch" paints them with `fill`; "auto" removes them if
             the model allows it.
         fill: What painted patches show.
     """
-    maps = prior_map(ask, prior)
-    assert maps is not None  # prior="none" is refused: no method has that name
-    patches = maps.flatten(0, 1).double().cpu()
-    members = region_members(ask.vit.grid, side)
-    regions = patches @ members.double().T / members.sum(1)
+    if schedule == "phasewin" and ask.score != "probability":
+        raise PatchlightError("schedule='phasewin' compares ratios of probabilities; leave out score, or use 'guided'")
+    known = prior_estimate(ask, prior, **prior_settings(prior, samples))
     removes = unit == "token" or (unit == "auto" and ask.vit.can_drop is None)
-    value = _set_function(ask, members, objective, removes, fill)
-    sets = None if budget is None else budget // (2 if objective == "both" else 1)
-    order, valued = guided_order(value, regions, candidates, two_ended, sets)
-    ranks = ordered_map(order, members, patches).view(len(maps), -1, *ask.vit.grid)
-    used = valued * (2 if objective == "both" else 1)
+    calls = 2 if objective == "both" else 1
+    sets = None if budget is None else budget // calls
+    squares = region_members(ask.vit.grid, side)
+    maps, errors, valued = list[Tensor](), list[Tensor](), list[int]()
+    for some, patches, error in _rows(ask, known, alone=regions == "slic" or schedule == "phasewin"):
+        members = squares
+        if regions == "slic":
+            members = segment_members(slic_regions(some.images[0], ask.vit, len(squares)), ask.vit)
+        value = set_function(some, members, objective, removes, fill)
+        order = (patches @ members.double().T / members.sum(1)).argsort(dim=1, descending=True, stable=True)
+        ranks = -order.argsort(1).to(ask.images.device, torch.float32)
+        if schedule == "phasewin":
+            found = phased_order(value, ranks, sets)
+        else:
+            width, fresh = {"greedy": (len(members), None), "lazy": (candidates, FRESH)}.get(
+                schedule, (candidates, None)
+            )
+            found = guided_order(value, ranks, width, fresh, schedule == "two-ended", sets)
+        maps.append(ordered_map(found.regions.cpu(), members, patches))
+        errors.append(_left_error(found, patches, error, ask.generator()))
+        valued += [calls * found.valued] * len(patches)
     wide = torch.promote_types(ask.vit.dtype, torch.float32)
-    return Estimate(ranks.to(ask.images.device, wide), facts={"sets": torch.full((len(maps),), float(used))})
+    shape = (len(ask.images), -1, *ask.vit.grid)
+    unsure = known.error is not None and budget is not None and len(squares) == ask.vit.cells and regions == "square"
+    return Estimate(
+        torch.cat(maps).view(shape).to(ask.images.device, wide),
+        torch.cat(errors).view(shape).to(ask.images.device, wide) if unsure else None,
+        facts={"forwards": torch.tensor(valued, dtype=torch.float).view(len(ask.images), -1).amax(1)},
+    )
+
+
+def _rows(ask: Ask, known: Estimate, alone: bool) -> Iterator[tuple[Ask, Tensor, Tensor]]:
+    """The prior's map and error [R,N] of all images and classes together, or `alone` of each, with its ask."""
+    maps = known.maps.double().cpu()
+    errors = torch.full_like(maps, torch.nan) if known.error is None else known.error.double().cpu()
+    if not alone:
+        yield ask, maps.flatten(0, 1), errors.flatten(0, 1)
+        return
+    for i, t in itertools.product(range(len(maps)), range(maps.shape[1])):
+        some = ask.of(torch.tensor([i]))
+        yield replace(some, targets=some.targets.column(t)), maps[i, t][None], errors[i, t][None]
+
+
+def _left_error(found: Order, prior: Tensor, error: Tensor, generator: torch.Generator) -> Tensor:
+    """The error of the ranks [R,N] of patches that were not searched; NaN for the others."""
+    left = found.regions[:, found.first : found.last].cpu()
+    out = torch.full_like(prior, torch.nan)
+    if prior.shape[1] != found.regions.shape[1] or left.shape[1] == 0:
+        return out
+    return out.scatter_(1, left, rank_error(prior.gather(1, left), error.gather(1, left), generator))

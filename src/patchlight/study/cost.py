@@ -10,6 +10,7 @@ from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import LongRun, warn
+from patchlight.core.registry import Settings
 from patchlight.core.text import duration, plural
 from patchlight.methods.base import Ablates, LayerMap
 from patchlight.methods.requests import Request
@@ -32,12 +33,21 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
         **dict.fromkeys(("ig", "smoothgrad", "dave"), 3 * samples),
         **dict.fromkeys(("occlusion", "pami", "atman", "caap"), float(patches)),
         **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
-        **{"search": 70 + float(settings.get("candidates") or 0) * patches, "random": 0.05},
+        **{"search": 4 + samples / 2 + _search_forwards(settings, patches), "random": 0.05},
         **{"mda": 500 + float(settings.get("candidates") or 28) * patches / float(settings.get("side", 1)) ** 2},
         **{"alti": 20.0, "globenc": 12.0, "lrp": 12.0, "transatt": 12.0, "gradcam-aug": 20.0},
     }
     kind = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
     return known.get(base, kind)
+
+
+def _search_forwards(settings: Settings, patches: int) -> float:
+    """About how many whole forward passes a search takes; a set and its complement have the tokens of one."""
+    regions = patches / float(settings.get("side", 1)) ** 2
+    each = {"lazy": 3.0, "greedy": regions / 2, "phasewin": regions / 3}
+    forwards = each.get(settings.get("schedule", "guided"), float(settings.get("candidates") or 0)) * regions
+    budget = settings.get("budget")
+    return forwards if budget is None else min(forwards, budget / 2)
 
 
 def measure_seconds(request: MetricRequest, vit: Anatomy, forward: float, explanation: float) -> float:
