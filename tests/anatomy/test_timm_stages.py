@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
+from patchlight.anatomy.feature_maps import read_feature_map
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.timm_stages import CutAnatomy, stages_of
+from patchlight.anatomy.timm_stages import TimmMapAnatomy, stages_of
 from patchlight.core.images import Preprocess
 from patchlight.testing import check_method, contract_names
 from tests.families import STAGED, images, randomise, shared
@@ -45,7 +46,7 @@ def _is_timms_map(vit: Any, batch: Tensor, tokens: Tensor) -> None:
     with torch.no_grad():
         (theirs,) = vit.model.forward_intermediates(batch, indices=[vit.stage], norm=False, intermediates_only=True)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    found = tokens[:, vit.prefix :].mT.unflatten(2, vit.grid)
+    found = vit.layout.of_cells(tokens).mT.unflatten(2, vit.grid)
     torch.testing.assert_close(found, theirs, atol=1e-10, rtol=1e-10)
 
 
@@ -100,15 +101,16 @@ class Skipping(nn.Module):
 
 def _skipping(stage: int) -> Anatomy:
     torch.manual_seed(0)
-    about = {"name": "skipping", "classes": 5, "preprocess": Preprocess((32, 32))}
-    vit = CutAnatomy(Skipping(), stage, **about)
+    about = {"name": "skipping", "classes": 5, "channels": 3, "preprocess": Preprocess((32, 32))}
+    model = Skipping()
+    vit = read_feature_map(model, stage, TimmMapAnatomy, about, stages_of(model))
     vit.check()
     return vit
 
 
 def test_a_cut_that_something_passes_by_is_refused() -> None:
     assert _skipping(0).grid == (8, 8)
-    with pytest.raises(pl.PatchlightError, match="other logits than its embedding, blocks and head put together"):
+    with pytest.raises(pl.PatchlightError, match=r"other logits than .* put together .*its head also reads the image"):
         _skipping(1)
 
 

@@ -170,10 +170,6 @@ class Contract(ABC):
         """Number of channels of the tokens of block `index`."""
         return self.width
 
-    def members(self, index: int) -> list[nn.Module]:
-        """The modules that hold the parameters of block `index` and of what lies between it and its neighbours."""
-        return [self.blocks[index]]
-
     def merging(self, index: int) -> Merging | None:
         """How `merge` combines tokens before block `index`; None if each token stays itself."""
         return None

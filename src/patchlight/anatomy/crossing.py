@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from patchlight.anatomy.locating import Slots, Stages
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image
 from patchlight.anatomy.watching import AttentionTap, Unseen, watch_reach
-from patchlight.anatomy.windows import Merging
+from patchlight.anatomy.windows import Bins, Merging
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 
 
@@ -60,8 +60,10 @@ class CrossedAnatomy(Anatomy):
         stages: Stages | None = None,
         pools: bool = False,
         attentions: Sequence[str] = (),
+        stage: int | None = None,
         **about: Any,
     ) -> None:
+        self.stage = stage
         self.paths, self.pools, self.attentions = list(paths), pools, list(attentions)
         self.reaches: list[Slots | None] = []
         """Which tokens the attention of each block connects, if not all with all."""
@@ -111,11 +113,16 @@ class CrossedAnatomy(Anatomy):
     @property
     def calls(self) -> list[BlockCall]:
         """How the forward calls its blocks, seen with a blank input."""
-        calls, key = self.sites.calls, None if self.question is None else self.question.call_key
-        if key not in calls:
-            with torch.inference_mode(False), torch.no_grad(), self.own_cast():
-                calls[key] = self.record(self._blanks(1))[1]
-        return calls[key]
+        sites, key = self.sites, None if self.question is None else self.question.call_key
+        if key not in sites.calls:
+            with torch.inference_mode(False), torch.no_grad(), self.own_cast(), sites.seeing_stem(key, self.paths[0]):
+                sites.calls[key] = self.record(self.blank(1))[1]
+        return sites.calls[key]
+
+    @property
+    def stem(self) -> list[tuple[nn.Module, Any]]:
+        """The modules that run before the first block, and what they returned for a blank input."""
+        return self.sites.stems[None if self.question is None else self.question.call_key] if self.calls else []
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -137,7 +144,9 @@ class CrossedAnatomy(Anatomy):
         """Let taps know the windows of each attention."""
         for path, slots in zip(self.attentions, self.reaches, strict=False):
             if slots is not None:
-                watch_reach(self.net.get_submodule(path), slots.reach(self.device))
+                attention: Any = self.net.get_submodule(path)
+                cuts_itself = hasattr(attention, "ws")  # Twins: its projection gets the tokens in order
+                watch_reach(attention, slots.reach(self.device), attention.proj if cuts_itself else None)
 
     def make_skippable(self) -> None:
         """Let the forward of the twin be intercepted at its blocks and classifiers."""
@@ -164,7 +173,7 @@ class CrossedAnatomy(Anatomy):
         return self._read(self.run_model(images), len(images))
 
     def embed(self, images: Tensor) -> Tensor:
-        return self._enter(0, {}, images)
+        return self._enter(0, images, images)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         call, block = self.calls[index], self.blocks[index]
@@ -186,17 +195,17 @@ class CrossedAnatomy(Anatomy):
     def merge(self, index: int, tokens: Tensor) -> Tensor:
         if index not in self.breaks:
             return tokens
-        return self._enter(index, {index - 1: tokens}, self._blanks(len(tokens)))
+        return self._enter(index, tokens, self.blank(len(tokens)))
 
     def classified(self, tokens: Tensor) -> Tensor:
-        return self._behind(tokens, self._blanks(1 if self._one_blank else len(tokens)))
+        return self._behind(tokens)
 
     def features(self, tokens: Tensor) -> Tensor:
         """The input of the classifier, or the mean of the inputs of several; the logits if there is none."""
         seen: list[Tensor] = []
         if not self.head_paths:
             return self.classified(tokens)
-        self._behind(tokens, self._blanks(1 if self._one_blank else len(tokens)), seen.append)
+        self._behind(tokens, see=seen.append)
         return seen[0] if len(seen) == 1 else torch.stack(seen).mean(0)
 
     def classify(self, features: Tensor) -> Tensor:
@@ -234,62 +243,98 @@ class CrossedAnatomy(Anatomy):
             raise PatchlightError(f"{self.name} {often}; wrap a module that runs it once, or {BY_HAND}")
         return self._read(out, len(images)), calls, inputs
 
-    def _blanks(self, count: int) -> Tensor:
+    def blank(self, count: int) -> Tensor:
+        """A blank input for the states of `count` images; one is enough unless the forward reads the batch size."""
+        count = 1 if self._one_blank else count
         return torch.zeros(count, *self.input_shape, device=self.device, dtype=self.dtype)
 
-    def _skip(self, index: int, fed: Tensor, given: int, tokens: Tensor | None) -> Any:
-        """The output of a block that is not run: the given tokens if it is the block `given`, otherwise a blank."""
-        call = self.calls[index]
-        if index != given or tokens is None:
-            return call.blank(fed)
+    def _replay(
+        self, tokens: Tensor, given: int, at: Callable[[int | None, Site], Any], blank: bool = True
+    ) -> Callable[[Site], Any]:
+        """What to do where a forward (on a `blank` input) calls a module: block `given` returns the tokens.
+
+        The stem and the blocks before return what they did for the blank. `at` runs the rest: it gets the number of a
+        block after `given`, or None.
+        """
+        sites, calls, one = self.sites, self.calls if given >= 0 else [], self._one_blank and blank
+        stem = iter(self.stem if one else ())
+        waiting = next(stem, None)
+
+        def skip(site: Site) -> Any:
+            nonlocal waiting
+            if waiting is not None and site.module is waiting[0]:
+                (_, out), waiting = waiting, next(stem, None)
+                return out
+            number = sites.index(site.module)
+            if number is None or number > given:
+                return at(number, site)
+            call = calls[number]
+            if number < given:
+                return call.returned if one else call.blank(site.tokens)
+            return self.answer(call, tokens)
+
+        return skip
+
+    def answer(self, call: BlockCall, tokens: Tensor) -> Any:
+        """What a block returns that gives these tokens."""
         return call.answer(self.unflat(tokens, tensors_in(call.returned)[0].shape))
 
-    def _enter(self, index: int, states: Mapping[int, Tensor], images: Tensor) -> Tensor:
-        """The tokens that enter a block, given the output of a block before."""
-        sites, (given, tokens) = self.sites, next(iter(states.items()), (-1, None))
+    def _enter(self, index: int, tokens: Tensor, images: Tensor) -> Tensor:
+        """The tokens that enter a block, given the output of the block before; for block 0, of these images."""
 
-        def at(site: Site) -> Any:
-            number = sites.index(site.module)
-            if number == index:
-                raise Entered(site.tokens)
-            return site.run() if number is None else self._skip(number, site.tokens, given, tokens)
+        def stop(number: int | None, site: Site) -> Any:
+            if number is None:
+                return site.run()
+            raise Entered(site.tokens)
 
         try:
-            with crossing(at), flowing(), contextlib.nullcontext() if index == 0 else self._hidden():
+            with self._crossing(self._replay(tokens, index - 1, stop, index > 0), index > 0):
                 self.run_model(images)
         except Entered as entered:
             return self.flat(entered.tokens)
         raise PatchlightError(f"the forward of {self.name} does not call the blocks of its {self.blocks_name}")
 
-    def after_first(self, images: Tensor) -> Tensor:
-        """The tokens that leave the first block."""
+    def after_first(self, images: Tensor) -> list[Tensor]:
+        """The output of the first block."""
+        out: list[Tensor] = []
 
         def at(site: Site) -> Any:
-            raise Entered(tensors_in(site.run())[0])
+            result = site.run()
+            if self.sites.index(site.module) is None:
+                return result
+            out.extend(tensors_in(result))
+            raise Entered(out[0])
 
         try:
             with crossing(at), flowing():
                 self.run_model(images)
-        except Entered as entered:
-            return self.flat(entered.tokens)
+        except Entered:
+            return out
         raise PatchlightError(f"the forward of {self.name} does not call '{self.paths[0]}'")
 
-    def _behind(self, tokens: Tensor, images: Tensor, see: Callable[[Tensor], None] = lambda features: None) -> Tensor:
+    def _behind(
+        self, tokens: Tensor, images: Tensor | None = None, see: Callable[[Tensor], None] = lambda features: None
+    ) -> Tensor:
         """The logits of the forward when its last block returns `tokens` and the others are skipped.
 
         `see` gets the input of each classifier.
         """
-        sites, last = self.sites, len(self.paths) - 1
 
-        def at(site: Site) -> Any:
-            number = sites.index(site.module)
-            if number is not None:
-                return self._skip(number, site.tokens, last, tokens)
-            see(site.tokens)
+        def run(number: int | None, site: Site) -> Any:
+            if any(site.module is head for head in self.sites.heads):
+                see(site.tokens)
             return site.run()
 
-        with crossing(at), flowing(), self._hidden():
-            return self._read(self.run_model(images), len(tokens))
+        at = self._replay(tokens, len(self.paths) - 1, run, images is None)
+        with self._crossing(at, True):
+            return self._read(self.run_model(self.blank(len(tokens)) if images is None else images), len(tokens))
+
+    @contextlib.contextmanager
+    def _crossing(self, at: Callable[[Site], Any], blank: bool) -> Iterator[None]:
+        """Intercept a forward; the projected patches of a `blank` image are hidden from taps."""
+        hides = blank and not self._one_blank and self.projection() is not None
+        with crossing(at), flowing(), self.projecting(None) if hides else contextlib.nullcontext():
+            yield
 
     def flat(self, tokens: Tensor) -> Tensor:
         """Cells of a map as tokens [B,N,D]."""
@@ -304,10 +349,6 @@ class CrossedAnatomy(Anatomy):
         last = self.channels_last
         found: Tensor = tokens.unflatten(1, tuple(shape[1:-1])) if last else tokens.mT.unflatten(2, tuple(shape[2:]))
         return found
-
-    def _hidden(self) -> contextlib.AbstractContextManager[None]:
-        """Hide the projected patches of a blank image from taps."""
-        return contextlib.nullcontext() if self.projection() is None else self.projecting(None)
 
     def check(self) -> None:
         """Check that the forward can be crossed at its blocks, then check it like every model."""
@@ -332,7 +373,7 @@ class CrossedAnatomy(Anatomy):
             last = self.run(tokens)
             self.beyond = self._see_beyond(inputs[-1])
             self._compare(whole, last, outputs[-1], image)
-            self._see_batches(last)
+            self._see_batches(outputs, last)
             self.can_drop = type(self).can_drop or self._see_drop(tokens)
             return self._see_pooling(last)
 
@@ -346,7 +387,7 @@ class CrossedAnatomy(Anatomy):
         def scores(some: Tensor) -> Tensor | None:
             with tap:
                 self.block(index, some)
-            return tap.scores
+            return tap.scores if tap.scores is None or tap.scores.ndim == 4 else tap.scores.flatten(0, 1)
 
         try:
             base = scores(tokens)
@@ -376,6 +417,9 @@ class CrossedAnatomy(Anatomy):
             coarse = grid[0] // step, grid[1] // step
             if step > 1 and tuple(scores.shape[-2:]) == (math.prod(grid), math.prod(coarse)):
                 return Slots(merging=Merging((grid[0], grid[1]), coarse, step, step))
+            side = cast(int, module.output_size) if isinstance(module, nn.AdaptiveAvgPool2d) else 0
+            if tuple(scores.shape[-2:]) == (math.prod(grid), side**2):
+                return Slots(merging=Bins((grid[0], grid[1]), (side, side)))
         return None
 
     def _see_beyond(self, before: Tensor) -> str:
@@ -406,7 +450,7 @@ class CrossedAnatomy(Anatomy):
     def _compare(self, whole: Tensor, last: Tensor, end: Tensor, image: Tensor) -> None:
         """Refuse a forward that reads more than the tokens of the last block, and say what."""
         try:
-            logits = self._behind(last, torch.zeros_like(image))
+            logits = self._behind(last)
         except Exception as error:
             raise PatchlightError(
                 f"what {self.name} does behind its backbone cannot be run by itself: {first_line(error)}; {BY_HAND}"
@@ -428,13 +472,17 @@ class CrossedAnatomy(Anatomy):
             f"{distance(*worst):.2g}, the largest is {float(worst[0].abs().max()):.2g}): {why}; {BY_HAND}"
         )
 
-    def _see_batches(self, last: Tensor) -> None:
+    def _see_batches(self, outputs: Sequence[Tensor], last: Tensor) -> None:
         """Check that one blank image works for a batch of any size, unless the forward reads the batch size."""
-        some = torch.cat([last, last.flip(2), last.roll(1, 2)])
-        single = torch.cat([self.classified(row[None]) for row in some])
+        crossed: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [(self.classified, last)]
+        crossed += [(partial(self.merge, index), outputs[index - 1]) for index in sorted(self.breaks)]
         for self._one_blank in (True, False):
             with contextlib.suppress(Exception):
-                if alike(self.classified(some), single):
+                for part, tokens in crossed:
+                    some = torch.cat([tokens, tokens.flip(2), tokens.roll(1, 2)])
+                    if not alike(part(some), torch.cat([part(row[None]) for row in some])):
+                        break
+                else:
                     return
         raise PatchlightError(
             f"{self.name} gives an image other logits alone than in a batch, which is not supported; {BY_HAND}"

@@ -103,9 +103,9 @@ class Discovery:
         if count % math.prod(fine) == 0:  # also several frames, each of which is cut by itself
             return fine if count == math.prod(fine) else (count // math.prod(fine), *fine)
         for joined in (0, 1):  # a token may join in a late stage
-            step = math.isqrt(math.prod(fine) // max(count - joined, 1))
-            coarse = tuple(-(-side // max(step, 1)) for side in fine)
-            if math.prod(coarse) == count - joined:
+            grids = (tuple(-(-side // step) for side in fine) for step in range(1, max(fine) + 1))
+            coarse = next((grid for grid in grids if math.prod(grid) == count - joined), None)
+            if coarse is not None:
                 return coarse
         raise PatchlightError(f"{count} tokens are not a grid over the {fine[0]} x {fine[-1]} patches of the image")
 
@@ -165,14 +165,18 @@ def discover(
         return replace(found, order=_order(found, embed, inputs[:1]))
 
 
-def discover_stages(model: nn.Module, inputs: Tensor) -> list[tuple[str, tuple[int, ...]]]:
-    """The modules that end the stages of a network, in order, and the shapes of their outputs for these inputs."""
+def discover_stages(
+    model: nn.Module, inputs: Tensor, paths: Sequence[str] | None = None
+) -> list[tuple[str, list[tuple[int, ...]]]]:
+    """The modules that end the stages of a network (those at `paths`), and the shapes of their outputs, in order."""
     copies: list[nn.Module] = []
     Twin(model).renew(copies.append)
     watch = _Watch(copies[0])
     with torch.inference_mode(False), torch.no_grad(), watch:
         copies[0](inputs)
-    return watch.stage_ends()
+    ends = watch.stage_ends() if paths is None else paths
+    outs = [watch.returned.get(id(copies[0].get_submodule(path)), []) for path in ends]
+    return [(path, [tuple(out.shape) for out in out]) for path, out in zip(ends, outs, strict=True)]
 
 
 def map_size(shape: Sequence[int]) -> tuple[int, ...]:
@@ -224,6 +228,7 @@ class _Watch(TorchFunctionMode):
         self.paths: dict[int, str] = {id(module): path for path, module in self.net.named_modules()}
         self.ends: dict[int, int] = {}
         self.outputs: dict[int, Tensor] = {}
+        self.returned: dict[int, list[Tensor]] = {}
         self.heads: list[int] = []
         self.strided: list[tuple[int, Convolution]] = []
         parents = dict(self.net.named_modules())
@@ -247,6 +252,7 @@ class _Watch(TorchFunctionMode):
     def _end(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         number = self.open.pop()
         self.visits[number].end = self.ends[id(module)] = len(self.stacks)
+        self.returned[id(module)] = tensors_in(out)
         self.outputs |= {id(module): tokens.detach() for tokens in tensors_in(out)[:1]}
         if isinstance(module, _ConvNd) and max(module.stride) > 1 and isinstance(out, Tensor):
             padding = module.padding if isinstance(module.padding, tuple) else (0,) * len(module.stride)
@@ -297,19 +303,19 @@ class _Watch(TorchFunctionMode):
                 return self.paths[id(modules[min(place + 1, len(modules) - 1)])]
         return self.paths[id(block)]
 
-    def stage_ends(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The outermost members of lists after which the size of the map changes, and the shapes of their outputs."""
+    def stage_ends(self) -> list[str]:
+        """The outermost members of lists after which the size of the map changes."""
         ends: list[tuple[str, tuple[int, ...]]] = []
         inside = ""
         for visit in self.visits:
             path, out = self.paths[id(visit.module)], self.outputs.get(id(visit.module))
             if id(visit.module) not in self.listed or out is None or (inside and path.startswith(inside)):
                 continue
-            inside, shape = f"{path}.", tuple(out.shape)
+            inside = f"{path}."
             if out.ndim in (3, 4):
-                same = ends and map_size(ends[-1][1]) == map_size(shape)
-                ends = [*ends[: -1 if same else None], (path, shape)]
-        return ends
+                size = map_size(out.shape)
+                ends = [*ends[: -1 if ends and ends[-1][1] == size else None], (path, size)]
+        return [path for path, _ in ends]
 
     def _around(self, stack: list[int], count: int) -> list[nn.Module]:
         """The members of lists around an attention that have this number of attentions, from the outside."""

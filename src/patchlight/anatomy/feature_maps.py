@@ -10,19 +10,33 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.crossing import CrossedAnatomy
-from patchlight.anatomy.discovery import channels_last, discover_stages, map_size
+from patchlight.anatomy.discovery import channels_last, discover_stages, map_tensors, tensors_in
+from patchlight.anatomy.intercepting import BlockCall
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 
 
 class FeatureMapAnatomy(CrossedAnatomy):
-    """A network opened after the module at `path`, whose output is its tokens; `shape` is that of one image."""
+    """A network opened after the module at `path`, whose output is its tokens; `shapes` are those for one image.
+
+    A second tensor of the output is prefix tokens that accompany the map. `last` is whether a map is [B,h,w,D].
+    """
 
     can_drop = "its stages need a complete grid of patches"
 
-    def __init__(self, model: nn.Module, *, path: str, shape: Sequence[int], **about: Any) -> None:
-        self.channels_last = channels_last(shape)
-        super().__init__(model, paths=[path], grid=_grid(shape, about["preprocess"].size), prefix=0, **about)
+    def __init__(
+        self, model: nn.Module, *, path: str, shapes: Sequence[Sequence[int]], last: bool = False, **about: Any
+    ) -> None:
+        size, shape = about["preprocess"].size, shapes[0]
+        self.channels_last = last or (len(shape) == 4 and channels_last(shape))
+        sides = tuple(shape[1:3]) if self.channels_last else tuple(shape[2:])
+        grid = sides if len(shape) == 4 else _rows_and_columns(shape[1], size)
+        prefix = shapes[1][1] if len(shapes) == 2 else shape[1] - math.prod(grid) if len(shape) == 3 else 0
+        steps = [2 ** round(math.log2(side / cells)) for side, cells in zip(size, grid, strict=True)]
+        covered = [step * cells for step, cells in zip(steps, grid, strict=True)]
+        near = all(abs(a - b) < step for a, b, step in zip(covered, size, steps, strict=True))
+        about = {"pooling": "cls" if prefix else "avg", "extent": covered if near else size, **about}
+        super().__init__(model, paths=[path], grid=grid, prefix=prefix, **about)
         self.hierarchical = True
 
     @property
@@ -30,33 +44,50 @@ class FeatureMapAnatomy(CrossedAnatomy):
         return ()
 
     def embed(self, images: Tensor) -> Tensor:
-        return self.after_first(images)
+        first, *beside = self.after_first(images)
+        return torch.cat([*beside, self.flat(first)], 1) if beside else self.flat(first)
+
+    def answer(self, call: BlockCall, tokens: Tensor) -> Any:
+        first, *beside = tensors_in(call.returned)
+        cells = tokens[:, self.prefix :] if beside else tokens
+        out = self.unflat(cells, first.shape)
+        return map_tensors(call.returned, lambda tensor: out if tensor is first else tokens[:, : self.prefix])
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         raise IndexError(f"{self.name} has no block {index}: it is opened as a feature map")
 
     def features(self, tokens: Tensor) -> Tensor:
         if self.classes:
-            raise Unsupported(f"the features that the classifier of {self.name} reads are not available")
+            raise Unsupported(
+                f"the features that the classifier of {self.name} reads are not available; load the model with "
+                "num_classes=0 to use another head"
+            )
         return self.classified(tokens)
 
 
-def _grid(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
-    """The grid of a map, or of tokens that cover an image of this size."""
-    if len(shape) == 4:
-        return map_size(shape)
-    rows = round(math.sqrt(shape[1] * size[0] / size[1]))
-    if rows * (shape[1] // max(rows, 1)) != shape[1]:
-        raise PatchlightError(f"{shape[1]} tokens are not a grid over an image of {size[0]} x {size[1]} pixels")
-    return rows, shape[1] // rows
+def _rows_and_columns(count: int, size: Sequence[int]) -> tuple[int, int]:
+    """The grid of tokens that cover an image of this size, with at most two prefix tokens."""
+    for cells in (count, count - 1, count - 2):
+        rows = max(round(math.sqrt(cells * size[0] / size[1])), 1)
+        if cells > 0 and cells % rows == 0 and abs(rows * size[1] - cells // rows * size[0]) < max(size):
+            return rows, cells // rows
+    raise PatchlightError(f"{count} tokens are not a grid over an image of {size[0]} x {size[1]} pixels")
 
 
-def read_feature_map(model: nn.Module, stage: int, kind: type[FeatureMapAnatomy], about: dict[str, Any]) -> Anatomy:
-    """A network opened after one of its stages, which are found by running it."""
+def read_feature_map(
+    model: nn.Module,
+    stage: int,
+    kind: type[FeatureMapAnatomy],
+    about: dict[str, Any],
+    paths: Sequence[str] | None = None,
+) -> Anatomy:
+    """A network opened after one of its stages, which end at `paths`, or are found by running it."""
     like = next(p for p in model.parameters() if p.is_floating_point())
     inputs = torch.randn(1, about["channels"], *about["preprocess"].size, generator=torch.Generator().manual_seed(0))
-    stages = discover_stages(model, inputs.to(like))
+    stages = discover_stages(model, inputs.to(like), paths)
     if not -len(stages) <= stage < len(stages):
         raise PatchlightError(f"stage {stage} does not exist; {about['name']} has stages 0 to {len(stages) - 1}")
-    path, shape = stages[stage]
-    return kind(model, path=path, shape=shape, **about)
+    path, shapes = stages[stage]
+    if len(shapes) not in (1, 2) or len(shapes[0]) not in (3, 4):
+        raise PatchlightError(f"stage {stage} of {about['name']} has no single feature map")
+    return kind(model, path=path, shapes=shapes, stage=stage % len(stages), **about)

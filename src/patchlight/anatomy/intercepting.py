@@ -78,8 +78,8 @@ class Site:
     @property
     def tokens(self) -> Tensor:
         keyword = self.keyword
-        found: Tensor = self.args[0] if keyword is None else self.kwargs[keyword]
-        return found
+        found: Any = self.args[0] if keyword is None else self.kwargs[keyword]
+        return found if isinstance(found, Tensor) else tensors_in(found)[0]
 
     def recorded(self, returned: Any) -> BlockCall:
         """The call, without its tokens."""
@@ -89,17 +89,47 @@ class Site:
 
 @dataclass
 class Sites:
-    """The blocks and classifiers of a twin, and how its forward calls the blocks."""
+    """The blocks and classifiers of a twin, and how its forward calls the blocks.
+
+    `stems` are the modules that run before the first block, and what each returned for a blank image, in the order of
+    their calls; a forward on a blank image returns that again in place of running them.
+    """
 
     net: nn.Module
     blocks: list[nn.Module]
     heads: list[nn.Module]
     calls: dict[Any, list[BlockCall]] = field(default_factory=dict)
     """By what the calls depend on beside the image."""
+    stems: dict[Any, list[tuple[nn.Module, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._numbers = {id(block): number for number, block in enumerate(self.blocks)}
 
     def index(self, module: nn.Module) -> int | None:
         """The number of a block; None for another module."""
-        return next((i for i, block in enumerate(self.blocks) if block is module), None)
+        return self._numbers.get(id(module))
+
+    @contextlib.contextmanager
+    def seeing_stem(self, key: Any, path: str) -> Iterator[None]:
+        """Inside, record the modules beside the `path` of the first block that run before it, and their outputs."""
+        taken = {id(module) for module in (*self.blocks, *self.heads)}
+        found: list[tuple[nn.Module, Any]] = []
+        owner, hooks, beside = self.net, [], list[nn.Module]()
+        for part in path.split("."):
+            beside += [child for name, child in owner.named_children() if name != part]
+            owner = getattr(owner, part)
+        for module in beside:
+            if taken.isdisjoint(map(id, module.modules())):
+                hooks.append(module.register_forward_hook(lambda module, _, out: found.append((module, out))))
+        stem = self.stems[key] = []
+        hooks.append(self.blocks[0].register_forward_pre_hook(lambda *_: stem.extend(found)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for module, _ in stem:
+            make_skippable(module)
 
 
 class KeptScores(TorchFunctionMode):

@@ -123,8 +123,20 @@ def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> d
         "paths": found.blocks[first:],
         "stages": Stages(grids, counts[first:], left[first:], merging),
         "prefix": 0,
+        "stage": stage % len(begins),
     }
-    return {**about, "grid": grids[0], "extent": size, "order": _coarser(found, grids[0])}
+    return {**about, "grid": grids[0], "extent": _covered(found, grids[0], size), "order": _coarser(found, grids[0])}
+
+
+def _covered(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
+    """The part of the input that a grid of merged patches covers: more than its size where patches were padded."""
+    stem = found.stem
+    if stem is None:
+        return size
+    steps = range(1, max(stem.grid) + 1)
+    step = next((n for n in steps if tuple(-(-side // n) for side in stem.grid) == grid), 0)
+    covered = tuple(cells * step * pixels for cells, pixels in zip(grid, stem.stride, strict=True))
+    return covered if step else size
 
 
 def _geometry(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:

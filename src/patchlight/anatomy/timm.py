@@ -383,8 +383,8 @@ def _check_options(cls: type, options: dict[str, Any]) -> None:
 
 
 @register_family("timm", package="timm", prefix="timm", create=create_timm, names=timm_names)
-def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
-    """The anatomy of a timm model, or None if it is neither a plain nor a known hierarchical transformer."""
+def read_timm(model: nn.Module, **about: Any) -> Anatomy | None:
+    """The anatomy of one of timm's plain transformers, or None."""
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
@@ -392,9 +392,7 @@ def read_timm(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None
     for cls, anatomy in ((VisionTransformer, TimmAnatomy), (Eva, EvaAnatomy), (Beit, BeitAnatomy)):
         if isinstance(model, cls):
             return anatomy(model, **about)
-    from patchlight.anatomy.hierarchical import read_hierarchical
-
-    return read_hierarchical(model, stage, **about)
+    return None
 
 
 def _labels(config: dict[str, Any], classes: int) -> list[str] | None:

@@ -108,11 +108,12 @@ def stages(vit: Anatomy) -> list[Stage]:
     the embedding is the rest: patch projection, prefix tokens, positions.
     """
     named = {name.replace(".function.", "."): p for name, p in vit.net.named_parameters() if p.is_floating_point()}
-    blocks = [{id(p) for m in vit.members(i) for p in m.parameters()} for i in range(vit.depth)]
     image = torch.zeros(1, *vit.input_shape, device=vit.device, dtype=vit.dtype)
     with torch.enable_grad():
         vit.net.requires_grad_(True)
-        last = vit.run(vit.embed(image))
+        last, between = vit.run(vit.embed(image)), [set[str]() for _ in range(vit.depth)]
+        for i in filter(vit.changes, range(vit.depth)):
+            between[i] = _reached(named, vit.merge(i, vit.run(vit.embed(image), stop=i).detach()))
         read, used = _reached(named, vit.readout(last.detach())), _reached(named, vit.readout(last))
         vit.net.requires_grad_(False)
     norms = {
@@ -122,9 +123,9 @@ def stages(vit: Anatomy) -> list[Stage]:
         for name, _ in module.named_parameters(recurse=False)
     }
     order: list[Stage] = [("head", sorted(read - norms)), ("norm", sorted(read & norms))]
-    order += [
-        (f"block {i}", [name for name, p in named.items() if id(p) in blocks[i]]) for i in reversed(range(vit.depth))
-    ]
+    for i in reversed(range(vit.depth)):
+        inside = {id(p) for p in vit.blocks[i].parameters()}
+        order.append((f"block {i}", [name for name, p in named.items() if id(p) in inside or name in between[i]]))
     taken = {name for _, names in order for name in names}
     order.append(("embed", [name for name in named if name not in taken and (vit.head is None or name in used)]))
     return [(name, members) for name, members in order if members]
