@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
-from patchlight.metrics.base import METRICS, MapFunction
+from patchlight.metrics.base import METRICS, MapFunction, on_grid
 from patchlight.testing import check_metric
 from tests.families import HEADS, asked, images, shared
 from tests.literal.toys import linear
@@ -143,7 +143,7 @@ def another_and_the_same_noise(scene: Scene) -> tuple[Tensor, Tensor]:
 Pair = Callable[[Scene], tuple[Any, Any]]
 PREFERS: dict[str, Pair] = {
     **dict.fromkeys(("pointing-game", "energy-pointing", "gt-known-loc", "top1-loc", "max-box-acc"), boxed_and_around),
-    **dict.fromkeys(("ap", "pixel-accuracy", "miou", "map", "f1"), object_and_around),
+    **dict.fromkeys(("ap", "relevance-rank", "pixel-accuracy", "miou", "map", "f1"), object_and_around),
     "sparseness": one_and_all,
     "completeness-error": whole_and_double,
     "max-sensitivity": still_and_nervous,
@@ -179,10 +179,18 @@ def two_ious(scene: Scene) -> Tensor:
     return (p / (1 + p) + (1 - p) / (2 - p)) / 2
 
 
+def patches_of_object(scene: Scene) -> Tensor:
+    """The share of the labelled patches that are half object."""
+    object_, labelled = (on_grid(part.double(), scene.vit) for part in (scene.masks == 1, scene.masks >= 0))
+    inside = (object_ >= labelled / 2) & (object_ > 0)
+    return inside.double().sum((1, 2)) / (labelled > 0).double().sum((1, 2))
+
+
 CHANCE: dict[str, Callable[[Scene], Tensor]] = {
     "pointing-game": lambda s: loose(s.region.double().mean((1, 2)), s),
     "energy-pointing": lambda s: loose(s.region.double().mean((1, 2)), s),
     "ap": lambda s: s.share,
+    "relevance-rank": patches_of_object,
     "pixel-accuracy": lambda s: torch.full((COUNT,), 0.5).double(),
     "miou": two_ious,
     "map": lambda s: torch.full((COUNT,), 0.5).double(),

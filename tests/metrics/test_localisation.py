@@ -448,3 +448,40 @@ def test_quantus_points_alike() -> None:
         s_batch=masks[:, None].numpy().astype(bool),
     )
     assert measured(maps, "pointing-game", masks=masks, preset="quantus").values.tolist() == [float(s) for s in scores]
+
+
+def test_rank_accuracy_by_hand() -> None:
+    """Seven of eight, ties in proportion, and pixels that nobody labelled."""
+    mask = torch.zeros(1, 4, 4, dtype=torch.int8)
+    mask[0, :2] = 1
+    masks = mask.repeat_interleave(16, 1).repeat_interleave(16, 2)
+    scores = torch.arange(16.0).flip(0).view(1, 4, 4)
+    swapped = scores.clone()
+    swapped[0, 0, 0], swapped[0, 3, 3] = 0, 20
+    flat = torch.ones(1, 4, 4)
+    tied = (scores >= 12).float()  # four of eight, and four of the other twelve by chance
+    for maps, expected in ((scores, 1), (-scores, 0), (swapped, 7 / 8), (flat, 0.5), (tied, (4 + 4 * 4 / 12) / 8)):
+        for settings in ({}, {"unit": "pixel"}):
+            assert measured(maps, "relevance-rank", masks=masks, **settings).mean == pytest.approx(expected)
+    masks[:, 16:32] = -1
+    assert measured(swapped, "relevance-rank", masks=masks).mean == pytest.approx(3 / 4)
+    assert measured(scores, "relevance-rank", masks=torch.ones_like(masks)).count == 0
+
+
+def test_average_precision_of_patches() -> None:
+    """That of the pixels where the object is made of patches; a patch is object where half of it is."""
+    maps = random_maps(3)
+    cells = random_maps(3, seed=1) > 0
+    masks = cells.to(torch.int8).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    for i in range(3):
+        expected = average_precision_score(cells[i].flatten().numpy(), maps[i].flatten().numpy())
+        found = measured(maps, "ap", masks=masks, unit="patch").values[i]
+        assert float(found) == pytest.approx(expected)
+        assert float(measured(maps, "ap", masks=masks).values[i]) == pytest.approx(expected)
+    thin = torch.zeros(1, SIDE, SIDE, dtype=torch.int8)
+    thin[:, :8] = 1
+    rows = torch.zeros(1, 4, 4)
+    rows[0, 0] = 1
+    assert measured(rows, "ap", masks=thin, unit="patch").mean == 1
+    thin[:, 7] = 0
+    assert measured(rows, "ap", masks=thin, unit="patch").count == 0

@@ -90,7 +90,8 @@ class Group:
         from patchlight import __version__
 
         model = self.model.model_dump(mode="json", exclude={"weights", "labels", "similar_to", "stands_for"})
-        data = [self.recipe.data.kind, self.recipe.data.meaning, self.classes]
+        spec = self.recipe.data_for(self.label)
+        data = [spec.kind, spec.meaning, self.classes]
         policy = [self.recipe.target, self.recipe.seed]
         return json_digest([__version__, source_digest(), model, self.digest, data, *policy])
 

@@ -39,7 +39,11 @@ class Quick(Spec):
 
 
 class Recipe(Spec):
-    """What to measure. The keys of `models`, `methods` and `metrics` are the labels in tables."""
+    """What to measure. The keys of `models`, `methods` and `metrics` are the labels in tables.
+
+    `data_of` are further options of the data by model, such as the task: its classes, masks and boxes may differ, its
+    images do not.
+    """
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     paper: str = ""
@@ -49,10 +53,17 @@ class Recipe(Spec):
     batch_size: Annotated[int, Field(strict=True, ge=1, le=4096)] = 16
     models: Annotated[dict[str, ModelSpec], Field(min_length=1)]
     data: DataSpec
+    data_of: dict[str, dict[str, Any]] = Field(default_factory=dict)
     methods: Annotated[dict[str, MethodSpec], Field(min_length=1)]
     metrics: Annotated[dict[str, MetricSpec], Field(min_length=1)]
     published: dict[str, Published] = Field(default_factory=dict)
     quick: Quick = Quick()
+
+    def data_for(self, model: str) -> DataSpec:
+        """The data with the options of a model."""
+        spec = self.models.get(model)
+        options = self.data_of.get((spec.stands_for if spec else "") or model, {})
+        return self.data.model_copy(update={"options": {**self.data.options, **options}}) if options else self.data
 
     def number(self, model: str, method: str, metric: str) -> float | None:
         """The number that the paper prints; None if it has none."""
@@ -95,6 +106,9 @@ def _check_names(recipe: Recipe, error_at: ErrorAt) -> None:
         KINDS.find(recipe.data.kind)
     except PatchlightError as error:
         raise error_at(("data", "kind"), error) from error
+    for label in recipe.data_of:
+        if label not in recipe.models:
+            raise error_at(("data_of", label), f"no model is called '{label}'; {nearest(label, recipe.models)}")
     labels = [*recipe.methods, *recipe.metrics]
     for label in recipe.quick.leave_out:
         if label not in labels:
@@ -199,6 +213,7 @@ def override(recipe: Recipe, overrides: Overrides | None = None, **changes: Any)
         update={
             "models": _models(recipe, given.models, {"weights": given.weights, **given.about}, given.flags),
             "data": data,
+            "data_of": {} if data.stands_for else recipe.data_of,
             "methods": _set(recipe.methods, given.settings),
             "metrics": _set(recipe.metrics, given.settings),
             "seed": recipe.seed if given.seed is None else given.seed,

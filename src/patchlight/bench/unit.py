@@ -145,7 +145,9 @@ def load_planned(group: Group, device: str) -> Anatomy:
 def _load(group: Group, images: Images, vit: Anatomy, resources: Resources) -> Batch:
     """Load images; those without a class become failures if labels are explained."""
     if resources.data is None:
-        data, foreign = open_data(group.recipe.data.model_dump_json(), vit.outcomes, tuple(vit.labels or ()))
+        data, foreign = open_data(
+            group.recipe.data_for(group.label).model_dump_json(), vit.outcomes, tuple(vit.labels or ())
+        )
     else:
         data, foreign = resources.data, _foreign(resources.data, vit.outcomes)
     if foreign and group.recipe.target == "label":

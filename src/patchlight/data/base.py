@@ -470,7 +470,8 @@ class Kind(Entry):
 
 
 KINDS: Registry[Kind] = Registry(
-    "data set", [f"patchlight.data.{room}" for room in ("cifar", "files", "imagenet", "mura", "segmentation")]
+    "data set",
+    [f"patchlight.data.{room}" for room in ("cifar", "files", "ground_truth", "imagenet", "mura", "segmentation")],
 )
 Opener = TypeVar("Opener", bound=Callable[..., Any])
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from patchlight.core.resize import Upsampling
 from patchlight.core.statistics import tie_ends
 from patchlight.core.targets import top_classes
-from patchlight.metrics.base import Measure, Measured, Sums, register_metric
+from patchlight.metrics.base import Measure, Measured, Sums, on_grid, register_metric
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Threshold = Annotated[float, Field(ge=0, le=1, description="The highest region is where the map is at least this.")]
@@ -31,6 +31,10 @@ MaxArea = Annotated[
 Pixels = Annotated[float, Field(ge=0)]
 Region = Annotated[
     Literal["boxes", "masks"], Field(description="Which annotation is the object where both are given; None: boxes.")
+]
+CellUnit = Annotated[
+    Literal["pixel", "patch"],
+    Field(description="What is counted: pixels of the upsampled map, or patches, of the object where half of it is."),
 ]
 Tie = Literal["seeded", "first", "any"]
 Components = Annotated[
@@ -205,9 +209,12 @@ def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -
     presets={"skipplus": {"upsampling": "nearest", "unlabelled": "background"}},
 )
 def ap(
-    ask: Measure, upsampling: Upsampling = "nearest", unlabelled: Literal["leave-out", "background"] = "leave-out"
+    ask: Measure,
+    unit: CellUnit = "pixel",
+    upsampling: Upsampling = "nearest",
+    unlabelled: Literal["leave-out", "background"] = "leave-out",
 ) -> Measured:
-    """Average precision of the map as a detector of the object's pixels.
+    """Average precision of the map as a detector of the object's pixels, or patches.
 
         sum_n (R_n - R_{n-1}) P_n,   recall R_n and precision P_n at the n-th threshold
 
@@ -217,9 +224,58 @@ def ap(
     Args:
         unlabelled: Whether pixels marked -1 are left out, or are background (preset `skipplus`).
     """
-    positive, counted, reasons = _labelled(ask, unlabelled, both=True)
-    values = average_precision(ask.upsampled(upsampling).flatten(1), positive, counted)
-    return Measured(_defined(values, reasons), reasons=reasons)
+    if unit == "patch":
+        scores, positive, counted, reasons = _labelled_patches(ask, unlabelled)
+    else:
+        positive, counted, reasons = _labelled(ask, unlabelled, both=True)
+        scores = ask.upsampled(upsampling).flatten(1)
+    return Measured(_defined(average_precision(scores, positive, counted), reasons), reasons=reasons)
+
+
+def _labelled_patches(ask: Measure, unlabelled: str = "leave-out") -> tuple[Tensor, Tensor, Tensor, dict[int, str]]:
+    """The map, object and counted patches [B,N], and the images without an object, or without anything else."""
+    assert ask.masks is not None
+    masks = ask.masks.double()
+    known = torch.ones_like(masks) if unlabelled == "background" else (masks >= 0).double()
+    share, seen = (on_grid(part, ask.vit).flatten(1) for part in ((masks == 1).double(), known))
+    counted = seen > 0
+    positive = counted & (share >= seen / 2) & (share > 0)
+    reasons = dict.fromkeys(_where(~(counted & ~positive).any(1)), "its mask shows nothing but the object")
+    reasons |= dict.fromkeys(_where(~positive.any(1)), "its mask fills half of no patch")
+    return ask.on_grid().flatten(1), positive, counted, reasons
+
+
+def rank_accuracy(scores: Tensor, positive: Tensor, counted: Tensor) -> Tensor:
+    """The share [B] of the K highest scores [B,N] that are positive, K of which there are; ties count in proportion."""
+    scores = torch.where(counted, scores.double(), -torch.inf)
+    size = positive.sum(1, keepdim=True)
+    edge = scores.sort(1, descending=True).values.gather(1, (size - 1).clamp_min(0))
+    above, level = scores > edge, scores == edge
+    room = (size - above.sum(1, keepdim=True)).double() * (level & positive).sum(1, keepdim=True)
+    inside = (above & positive).sum(1, keepdim=True) + room / level.sum(1, keepdim=True)
+    return (inside / size)[:, 0]
+
+
+@register_metric(
+    "relevance-rank",
+    paper="Arras et al., Information Fusion 2022",
+    aliases=("relevance-rank-accuracy",),
+    higher_is_better=True,
+    needs={"masks"},
+    presets={"quantus": {"unit": "pixel", "upsampling": "bilinear"}},
+)
+def relevance_rank(ask: Measure, unit: CellUnit = "patch", upsampling: Upsampling = "nearest") -> Measured:
+    """Share of the K highest patches that are on the object, where K is the object's number of patches.
+
+    1 if the map ranks all of the object first. Where scores are equal at the edge, they count in proportion, as they
+    would on average in random order; a constant map scores the object's share of the image.
+    """
+    if unit == "patch":
+        scores, positive, counted, reasons = _labelled_patches(ask)
+    else:
+        positive, counted, reasons = _labelled(ask, both=True)
+        scores = ask.upsampled(upsampling).flatten(1)
+    return Measured(_defined(rank_accuracy(scores, positive, counted), reasons), reasons=reasons)
 
 
 def unit_range(maps: Tensor) -> Tensor:
