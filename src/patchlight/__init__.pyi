@@ -8,6 +8,7 @@ from .anatomy.load import list_models as list_models
 from .anatomy.load import load as load
 from .anatomy.load import wrap as wrap
 from .anatomy.opened import Anatomy as Anatomy
+from .anatomy.registers import find_registers as find_registers
 from .core.attribution import Attribution as Attribution
 from .core.attribution import Attributions as Attributions
 from .core.errors import AssumedPreprocess as AssumedPreprocess

@@ -27,7 +27,7 @@ from tools.docs.words import as_markdown, code, paragraphs, table
 
 SOURCE = Path(patchlight.__file__).parent
 PUBLIC: dict[str, tuple[str, ...]] = {
-    "A model": ("load", "wrap", "list_models", "Anatomy", "Preprocess"),
+    "A model": ("load", "wrap", "list_models", "find_registers", "Anatomy", "Preprocess"),
     "Questions": (
         "heads.Texts",
         "heads.Similar",

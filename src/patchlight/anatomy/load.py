@@ -45,6 +45,7 @@ def wrap(
     head: Head | None = None,
     texts: Sequence[str] | None = None,
     template: str | Sequence[str] = "{}",
+    registers: Any = None,
     **about: Any,
 ) -> Anatomy:
     """Open a model that you already have: timm, transformers, open_clip, torchvision, or your own module.
@@ -63,6 +64,9 @@ def wrap(
         head: One of `pl.heads`, in place of the model's classifier. A model without a classifier needs one.
         texts: Sentences for an image-text model; short for `head=pl.heads.Texts(texts, template=template)`.
         template: Text around each sentence, such as "a photo of a {}".
+        registers: What `pl.find_registers` returns, or MLP neurons by block such as {7: [417]}: they write to one more
+            token instead of to the patches, so that outlier tokens disappear. It changes the model a little, so measure
+            its maps on the model without. Default: none.
         about: Overrides of the values read from the model: `labels` (names, a list or a CSV file), `name`, `preprocess`
             (a `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder) or
             `processor` (a transformers image processor), `tokenizer` (of transformers or `open_clip.get_tokenizer`; a
@@ -77,9 +81,16 @@ def wrap(
     if isinstance(model, Anatomy):
         if about:
             raise PatchlightError(f"{', '.join(about)} cannot be given for {model.name}, which is wrapped already")
-        return _with_head(model, head, texts, template)
+        return _registered(_with_head(model, head, texts, template), registers)
     _check_own(about, head, texts)
-    return _with_head(_wrapped(model, about), head, texts, template)
+    return _registered(_with_head(_wrapped(model, about), head, texts, template), registers)
+
+
+def _registered(anatomy: Anatomy, registers: Any) -> Anatomy:
+    """The anatomy with its register neurons moved, if there are some."""
+    from patchlight.anatomy.registers import with_registers
+
+    return anatomy if registers is None else with_registers(anatomy, registers)
 
 
 def _check_own(about: Mapping[str, Any], head: Head | None, texts: Sequence[str] | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
@@ -109,6 +109,8 @@ class Anatomy(Readout):
         """None if gradients flow through the blocks, otherwise the reason why not."""
         self.reads_first = False
         """Whether the logits depend on the first token alone, so that `first_row` is enough."""
+        self.moved: Mapping[int, Sequence[int]] = {}
+        """Neurons of the MLPs, by block, that write to an additional token."""
         self.overflows = False
         """Whether float16 was found to overflow."""
         self.width = 0
@@ -211,6 +213,12 @@ class Anatomy(Readout):
     def _follow(self, other: Anatomy, computing: Computing) -> None:
         """Copy what is known about another anatomy of the same model, which has been checked."""
         vars(self).update(other.__getstate__(), _computing=computing, _checked=False)
+
+    def extended(self, kind: type[Anatomy], **changes: Any) -> Self:
+        """The same anatomy with other attributes, and with the methods that a subclass of `Anatomy` replaces."""
+        other = self._copy(**changes)
+        other.__class__ = type(kind.__name__, (kind, type(self)), {"__module__": kind.__module__})
+        return other
 
     def over(self, net: nn.Module, holder: Anatomy) -> Self:
         """The same anatomy over a part of the twin of `holder`, a model that contains it."""

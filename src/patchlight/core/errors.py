@@ -48,6 +48,10 @@ class DegenerateMap(UserWarning):
     """A map without information, with the reason and what to use instead."""
 
 
+class ChangedModel(UserWarning):
+    """A model whose register neurons were moved predicts something else."""
+
+
 class NotCaptured(UserWarning):
     """A pass could not be captured as a CUDA graph and was computed step by step."""
 

@@ -42,12 +42,13 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def identity(vit: Anatomy) -> str:
-    """The hash of a model's weights and head."""
+    """The hash of a model's weights, of its head, and of moved register neurons."""
     weights = fingerprint(vit.model)
-    if vit.head is None and not vit.reading:
+    if vit.head is None and not vit.reading and not vit.moved:
         return weights
     head = vit.reading if vit.head is None else json.dumps(vit.head.about(), sort_keys=True, default=repr)
-    return hashlib.sha256(f"{weights} {head}".encode()).hexdigest()[:16]
+    moved = f" {sorted(vit.moved.items())}" if vit.moved else ""
+    return hashlib.sha256(f"{weights} {head}{moved}".encode()).hexdigest()[:16]
 
 
 def hash_tensor(values: Tensor) -> str:
