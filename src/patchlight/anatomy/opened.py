@@ -214,7 +214,7 @@ class Anatomy(Readout):
         """Copy what is known about another anatomy of the same model, which has been checked."""
         vars(self).update(other.__getstate__(), _computing=computing, _checked=False)
 
-    def extended(self, kind: type[Anatomy], **changes: Any) -> Self:
+    def extended(self, kind: Any, **changes: Any) -> Self:
         """The same anatomy with other attributes, and with the methods that a subclass of `Anatomy` replaces."""
         other = self._copy(**changes)
         other.__class__ = type(kind.__name__, (kind, type(self)), {"__module__": kind.__module__})
