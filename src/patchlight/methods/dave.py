@@ -157,6 +157,7 @@ def refuse_operator(settings: Settings, vit: Anatomy) -> str | None:
     levels=("pixel", "token"),
     ruled=False,
     stochastic=True,
+    exact=False,  # rounding decides whether a sample near the threshold is left out
     cost="samples (50) forwards and backwards",
     quick={"samples": 3},
     refuses=refuse_operator,
