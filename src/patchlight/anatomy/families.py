@@ -66,7 +66,10 @@ FAMILIES: Registry[Family] = Registry(
     "model family",
     [
         f"patchlight.anatomy.{room}"
-        for room in ("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "open_clip", "torchvision")
+        for room in (
+            *("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "detectors", "open_clip"),
+            "torchvision",
+        )
     ],
 )
 Reader = TypeVar("Reader", bound=Callable[..., Anatomy | None])

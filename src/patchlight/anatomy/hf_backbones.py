@@ -228,7 +228,9 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     """
     check_kind(saved, f"'hf:{name}'")
     classifies = weights is not None and "classifier.weight" in weights
-    if saved in classifiers() or saved.endswith(("ForVideoClassification", "ForAudioClassification")):
+    if saved in classifiers() or saved.endswith(
+        ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
+    ):
         return saved, {}
     kind = PRETRAINED.get(saved, saved)
     if classifies or kind not in supported():

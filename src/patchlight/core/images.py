@@ -45,7 +45,8 @@ class Preprocess:
         std: Standard deviation of each channel, divided by.
         crop_pct: The share of the resized image that the crop keeps.
         interpolation: "bicubic", "bilinear", "nearest", "lanczos", "box" or "hamming".
-        fit: Resize the shorter side to `size / crop_pct` ("crop"), or both sides ("squash").
+        fit: Resize the shorter side to `size / crop_pct` ("crop"), both sides ("squash"), or the longer side, with
+            black below or on the right ("pad").
         corner: How the corner of the crop is rounded if half a pixel is left: "nearest" as in timm and torchvision,
             "down" or "inward" (towards zero) as in transformers.
 
@@ -59,7 +60,7 @@ class Preprocess:
     std: tuple[float, ...] = IMAGENET_STD
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
-    fit: Literal["crop", "squash"] = "crop"
+    fit: Literal["crop", "squash", "pad"] = "crop"
     corner: Literal["nearest", "down", "inward"] = "nearest"
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True}
@@ -100,6 +101,18 @@ class Preprocess:
         moved = torch.minimum(moved.clamp(min=0), limit)
         return moved[(moved[:, 2] > moved[:, 0]) & (moved[:, 3] > moved[:, 1])]
 
+    def boxes_on_photograph(self, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """Move boxes [n,4] from the model's input to the image, and clip them to it: the inverse of `boxes`.
+
+        Args:
+            boxes: Boxes in pixels of the model's input.
+            size: Width and height of the image.
+        """
+        part, (width, height), (left, top) = self.framing(*size)
+        scale = boxes.new_tensor([(part[2] - part[0]) / width, (part[3] - part[1]) / height]).repeat(2)
+        moved = (boxes + boxes.new_tensor([left, top]).repeat(2)) * scale + boxes.new_tensor(part[:2]).repeat(2)
+        return torch.minimum(moved.clamp(min=0), boxes.new_tensor(size).repeat(2))
+
     def _cut(self, image: Image.Image, resample: Image.Resampling) -> Image.Image:
         part, size, (left, top) = self.framing(*image.size)
         if part != (0, 0, *image.size):
@@ -115,6 +128,9 @@ class Preprocess:
         part = (0, 0, width, height)
         if self.fit == "squash":
             size = (short_w, short_h)
+        elif self.fit == "pad":
+            longer = max(width * short_h, height * short_w)
+            part, size = (0, 0, round(longer / short_h), round(longer / short_w)), (short_w, short_h)
         else:
             part = _within_aspect(width, height)
             width, height = part[2] - part[0], part[3] - part[1]

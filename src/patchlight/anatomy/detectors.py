@@ -1,0 +1,440 @@
+"""Anatomy of transformers' object detectors: YOLOS, DETR and Conditional DETR, OWL-ViT and OWLv2.
+
+Each is opened at the blocks of its encoder; everything behind them (queries, decoder, heads) is its readout. A detector
+has no classes of its own: `pl.heads.Box` and `pl.heads.Boxes` read its output.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.contract import Parts
+from patchlight.anatomy.families import register_family
+from patchlight.anatomy.heads.boxes import Box, corners
+from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed
+from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.probe import alike
+from patchlight.anatomy.tasks import TaskAnatomy
+from patchlight.anatomy.texts import NoTokenizer
+from patchlight.anatomy.watching import Unseen
+from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, nearest, warn
+from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess, in_batches
+
+_LOCAL = threading.local()
+"""The cells that are left in the run of this thread, which the readout of a detector needs to know."""
+_FAR = -1e4
+"""The logit of a query that was removed together with its patch."""
+
+
+@dataclass(frozen=True)
+class Detection:
+    """A detected object.
+
+    Args:
+        box: Left, top, right and bottom, in pixels of the photograph.
+        label: The name of the class.
+        score: The probability of the class.
+        query: The number of the query that found it.
+    """
+
+    box: tuple[float, float, float, float]
+    label: str
+    score: float
+    query: int
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.score:.2f} at {','.join(f'{side:.0f}' for side in self.box)}"
+
+
+class Detections(Sequence[Detection]):
+    """The detections of an image, the surest first; prints as a table."""
+
+    def __init__(self, found: Sequence[Detection]) -> None:
+        self.found = tuple(found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    @overload
+    def __getitem__(self, index: int) -> Detection: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Detection]: ...
+    def __getitem__(self, index: int | slice) -> Detection | Sequence[Detection]:
+        return self.found[index]
+
+    def __str__(self) -> str:
+        rows = [(str(i), d.label, f"{d.score:.2f}", *(f"{side:.0f}" for side in d.box)) for i, d in enumerate(self)]
+        table = [("", "label", "score", "left", "top", "right", "bottom"), *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in table)
+
+    __repr__ = __str__
+
+
+class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
+    """A detector: `logits` [B,Q,C] of Q queries and their boxes `pred_boxes` [B,Q,4] (centre and size, from 0 to 1).
+
+    `class_names` are the names of its classes. `softmax`: whether the logits are a softmax with "no object" last, not
+    sigmoids. `selects`: whether its queries are chosen anew for every image, so that query 3 of a changed image is
+    another one.
+    """
+
+    task = "detection"
+    classifies = False
+    softmax = False
+    selects = False
+    known: ClassVar[Mapping[str, PublishedFor]] = {}
+    published: ClassVar[PublishedFor] = PublishedFor(
+        Preprocess((800, 1066), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down"), True
+    )
+    """The preprocessing if the model has no processor."""
+
+    def __init__(self, model: Any, labels: Sequence[str] | None = None, processor: Any = None, **about: Any) -> None:
+        about = prepared_by(model, processor, self.published, about)
+        self.class_names = names_of(model, labels)
+        super().__init__(model, **about)
+
+    def class_logits(self, output: Any) -> Tensor:
+        """The logits [B,Q,C(+1)] of an output."""
+        return output.logits  # type: ignore[no-any-return]
+
+    def logits_of(self, out: Any, rows: int) -> Tensor:
+        """Logits and boxes side by side [rows,K]."""
+        return torch.cat([self.class_logits(out).flatten(1), out.pred_boxes.flatten(1)], 1)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        _LOCAL.kept = positions
+        return super().block(index, tokens, positions)
+
+    def kept(self, tokens: Tensor) -> Tensor | None:
+        """The places [B,k] of tokens of which some were dropped; None if all are there."""
+        positions: Tensor | None = getattr(_LOCAL, "kept", None)
+        if positions is None or tokens.shape[1] == self.tokens:
+            return None
+        return self.places(positions).expand(len(tokens), -1)
+
+    def _see_drop(self, tokens: Tensor) -> str | None:
+        """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
+        if self.selects:
+            return f"the queries of {self.name} are chosen anew for every image"
+        keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
+        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
+        seen[0, self.places(keep)[0]] = True
+        kept, hidden = self.gather(tokens, keep), tokens
+        try:
+            for index in range(self.depth):
+                kept = self.block(index, self.merge(index, kept), keep)
+            logits = self.classified(kept)
+            for index in range(self.depth):
+                with Unseen(seen):
+                    hidden = self.block(index, self.merge(index, hidden))
+        except Exception as error:
+            return f"its blocks need every token ({first_line(error)})"
+        if not alike(self.gather(hidden, keep), kept, 1e-4):
+            return "its blocks compute other tokens when some are left out than when these are hidden from attention"
+        return None if bool(logits.isfinite().all()) else "its decoder needs every token"
+
+    def detect(self, image: Any, threshold: float = 0.5) -> Detections:
+        """The objects in one image whose score is at least the threshold, the surest first.
+
+        Args:
+            image: A path, PIL image, array, or a preprocessed tensor [1,C,H,W] or [C,H,W].
+            threshold: The lowest score.
+        """
+        image = image[None] if isinstance(image, Tensor) and image.ndim == 3 else image
+        images = image if isinstance(image, Tensor) else [image]
+        sizes: list[tuple[int, int] | None] = []
+        _, batches = in_batches(
+            images, 1, self.preprocess, self.channels, lambda each: sizes.append(None if each is None else each.size)
+        )
+        tensors = list(batches)
+        if len(tensors) != 1:
+            raise PatchlightError(f"detect takes one image, and {len(tensors)} were given")
+        bare = self if self.bare is None else self.bare
+        with torch.no_grad(), bare.steady():
+            found = bare.found(bare.call(bare.place(tensors[0])), sizes[0])
+        return Detections([each for each in found if each.score >= threshold])
+
+    def found(self, output: Any, size: tuple[int, int] | None) -> list[Detection]:
+        """Every query of the first image as a detection of its most probable class, the surest first.
+
+        Args:
+            output: The output of the model.
+            size: Width and height of the photograph; None: boxes are in pixels of the tensor.
+        """
+        chances = self.probabilities_of(output)[0].float()
+        scores, labels = chances.max(1)
+        boxes = self.to_photograph(corners(output.pred_boxes[0].float()), size).tolist()
+        order = scores.argsort(descending=True, stable=True).tolist()
+        return [
+            Detection((b[0], b[1], b[2], b[3]), self.class_names[int(labels[q])], float(scores[q]), q)
+            for q in order
+            for b in [boxes[q]]
+        ]
+
+    def probabilities_of(self, output: Any) -> Tensor:
+        """The probability [B,Q,C] of every class at every query."""
+        logits = self.class_logits(output)
+        return logits.softmax(2)[..., :-1] if self.softmax else logits.sigmoid()
+
+    def log_odds(self, output: Any) -> Tensor:
+        """log p / (1 - p) of every class at every query [B,Q,C]."""
+        logits = self.class_logits(output)
+        if not self.softmax:
+            return logits
+        count = logits.shape[2]
+        own = torch.eye(count, dtype=torch.bool, device=logits.device)
+        others = logits[:, :, None].expand(-1, -1, count, -1).masked_fill(own, -torch.inf).logsumexp(3)
+        return (logits - others)[..., :-1]
+
+    def to_photograph(self, boxes: Tensor, size: tuple[int, int] | None) -> Tensor:
+        """Boxes [n,4] from parts of the model's input (0 to 1) to pixels of the photograph, clipped to it."""
+        height, width = self.preprocess.size
+        pixels = boxes * boxes.new_tensor([width, height, width, height])
+        if size is not None:
+            return self.preprocess.boxes_on_photograph(pixels, size)
+        return torch.minimum(pixels.clamp(min=0), boxes.new_tensor([width, height, width, height]))
+
+    def from_photograph(self, box: Sequence[float], size: tuple[int, int] | None) -> Tensor:
+        """A box [4] from pixels of the photograph to parts of the model's input, from 0 to 1.
+
+        Raises:
+            PatchlightError: The box is not a box, or lies outside the image.
+        """
+        height, width = self.preprocess.size
+        shown = size or (width, height)
+        given = torch.tensor([[float(side) for side in box]])
+        left, top, right, bottom = given[0].tolist()
+        if not left < right or not top < bottom:
+            raise PatchlightError(
+                f"box {list(box)} is empty; give (left, top, right, bottom) with left < right, top < bottom"
+            )
+        preprocess = self.preprocess if size is not None else Preprocess((height, width), fit="squash")
+        moved = preprocess.boxes(given, shown)
+        outside = left >= shown[0] or top >= shown[1] or right <= 0 or bottom <= 0
+        if outside or len(moved) == 0:
+            raise PatchlightError(
+                f"box {list(box)} lies outside the image, which is {shown[0]} pixels wide and {shown[1]} high"
+            )
+        return moved[0] / moved.new_tensor([width, height, width, height])
+
+    def class_of(self, label: str | int) -> int:
+        """The number of a class, given by name or number."""
+        if isinstance(label, int):
+            if 0 <= label < len(self.class_names):
+                return label
+            raise PatchlightError(
+                f"label {label} does not exist; {self.name} has classes 0 to {len(self.class_names) - 1}"
+            )
+        if label not in self.class_names:
+            raise PatchlightError(f"{self.name} has no label '{label}'; {nearest(label, self.class_names)}")
+        return self.class_names.index(label)
+
+    def default_question(self) -> Any:
+        return Box()
+
+
+class YolosAnatomy(DetectorAnatomy):
+    """YOLOS: detection tokens behind the patches, and tables of positions that are added between blocks."""
+
+    softmax = True
+
+    def merge(self, index: int, tokens: Tensor) -> Tensor:
+        places = self.kept(tokens)
+        if places is None or index not in self.breaks:
+            return super().merge(index, tokens)
+        table = super().merge(index, tokens.new_zeros(1, self.tokens, tokens.shape[2]))[
+            0
+        ]  # what is added to every image
+        return tokens + table[places]
+
+
+class DetrAnatomy(DetectorAnatomy):
+    """DETR and Conditional DETR: cells of a convolutional backbone, an encoder, and a decoder whose keys are its cells.
+
+    A cell has a receptive field: dropping it removes what the encoder reads there, not the influence of its pixels on
+    neighbouring cells.
+    """
+
+    def __init__(self, model: Any, **about: Any) -> None:
+        self.softmax = type(model).__name__ == "DetrForObjectDetection"
+        super().__init__(model, **about)
+
+    def watch(self) -> None:
+        super().watch()
+        self.net.model.decoder.register_forward_pre_hook(self._read_cells, with_kwargs=True)
+
+    def _read_cells(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Give the decoder one row per variant, and the positions of the cells that are left.
+
+        Images are never padded, so that its mask is not needed.
+        """
+        memory: Tensor = kwargs["encoder_hidden_states"]
+        places = self.kept(memory)
+        changed: dict[str, Any] = {"encoder_attention_mask": None}
+        for name in ("inputs_embeds", "spatial_position_embeddings", "object_queries_position_embeddings"):
+            changed[name] = kwargs[name].expand(len(memory), -1, -1)
+        if places is not None:
+            table = changed["spatial_position_embeddings"]
+            changed["spatial_position_embeddings"] = table.gather(1, places[..., None].expand(-1, -1, table.shape[2]))
+        return args, {**kwargs, **changed}
+
+    def parts(self, index: int) -> Parts:
+        return replace(super().parts(index), norm1=None, norm2=None, beyond="its norms follow attention and MLP")
+
+
+class OwlAnatomy(DetectorAnatomy):
+    """OWL-ViT and OWLv2: every patch is a query, and `texts` are the classes."""
+
+    published = PublishedFor(replace(CLIP, size=(768, 768), fit="squash"))
+    embeddings: Tensor | None = None
+    ids: Mapping[str, Tensor] | None = None
+
+    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
+        self.tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
+        super().__init__(model, processor=getattr(processor, "image_processor", processor), **about)
+
+    def with_texts(self, texts: Sequence[str], template: str | Sequence[str] = "{}") -> Self:
+        """The same model with these sentences as its classes.
+
+        Args:
+            texts: What is to be detected.
+            template: Text around each sentence.
+        """
+        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
+            raise PatchlightError(f"{self.name} has no tokenizer; give tokenizer=, or processor= one that contains it")
+        if not isinstance(template, str):
+            raise PatchlightError("a detector takes one template; give a string such as 'a photo of a {}'")
+        prompts = [template.format(text) for text in texts]
+        if not prompts:
+            raise PatchlightError("no texts were given; give texts=['dog', …], what is to be detected")
+        config: Any = self.model.config
+        length = config.text_config.max_position_embeddings
+        found = self.tokenizer(prompts, padding="max_length", max_length=length, return_tensors="pt")
+        ids = {key: found[key] for key in ("input_ids", "attention_mask") if key in found}
+        if ids["input_ids"].shape[1] > length:
+            raise PatchlightError(
+                f"the longest text makes {ids['input_ids'].shape[1]} tokens; {self.name} reads {length}"
+            )
+        other = copy.copy(self)  # without a twin, which is made with the new texts
+        other.ids, other.class_names = ids, list(texts)
+        return other
+
+    def watch(self) -> None:
+        super().watch()
+        net: Any = self.net
+        if self.ids is None:
+            width = net.config.text_config.hidden_size
+            net.patchlight_texts = torch.eye(1, width, device=self.device, dtype=self.dtype)[None]
+            return
+        with torch.no_grad():
+            ids = {key: value.to(self.device) for key, value in self.ids.items()}
+            net.patchlight_texts = net(pixel_values=self.blank(1), **ids).text_embeds
+
+    def forward_of(self, net: Any, images: Tensor) -> Any:
+        features = net.image_embedder(pixel_values=images)[0].flatten(1, 2)
+        texts = getattr(net, "patchlight_texts", None)
+        if texts is None:  # while its blocks are looked for
+            texts = images.new_zeros(1, 1, net.config.text_config.hidden_size)
+        logits = net.class_predictor(features, texts.to(features).expand(len(features), -1, -1))[0]
+        out = SimpleNamespace(logits=logits, pred_boxes=net.box_predictor(features, features))
+        if hasattr(net, "objectness_predictor"):
+            out.objectness_logits = net.objectness_predictor(features)
+        return out
+
+    def _own(self, keep: Tensor) -> Tensor:
+        """The patches [n] of the question's queries, which are kept always."""
+        queries = sorted({r.query for r in getattr(self.question, "references", ())})
+        return torch.tensor(queries, dtype=torch.long, device=keep.device)
+
+    def places(self, keep: Tensor) -> Tensor:
+        own = self._own(keep) + self.prefix
+        return torch.cat([super().places(keep), own.expand(len(keep), -1)], 1)
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        own = None if positions is None else self._own(positions)
+        if positions is None or own is None or len(own) == 0:
+            return super().block(index, tokens, positions)
+        seen = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        seen[:, -len(own) :] = (positions[:, :, None] != own).all(1)  # one that is kept anyway must not count twice
+        with Unseen(seen):
+            return super().block(index, tokens, positions)
+
+    def classified(self, tokens: Tensor) -> Tensor:
+        places = self.kept(tokens)
+        if places is None:
+            return super().classified(tokens)
+        complete = tokens.new_zeros(len(tokens), self.tokens, tokens.shape[2])
+        _LOCAL.absent = torch.ones(complete.shape[:2], dtype=torch.bool, device=tokens.device).scatter(1, places, False)
+        try:
+            return super().classified(complete.scatter(1, places[..., None].expand_as(tokens), tokens))
+        finally:
+            _LOCAL.absent = None
+
+    def run_model(self, images: Tensor) -> Any:
+        out = super().run_model(images)
+        absent: Tensor | None = getattr(_LOCAL, "absent", None)
+        if absent is not None:
+            out.logits = out.logits.masked_fill(absent[:, self.prefix :, None], _FAR)
+        return out
+
+
+def names_of(model: Any, labels: Sequence[str] | None) -> list[str]:
+    """The names of a detector's classes; numbers that COCO leaves out have names, too."""
+    if labels is not None:
+        return list(labels)
+    names = dict(getattr(model.config, "id2label", None) or {})
+    return [str(names.get(i, f"class {i}")) for i in range(int(model.config.num_labels))]
+
+
+def prepared_by(model: Any, processor: Any, published: PublishedFor, about: dict[str, Any]) -> dict[str, Any]:
+    """Keywords with the preprocessing of a processor; one that keeps the aspect of photographs becomes a fixed size."""
+    processor = getattr(processor, "image_processor", processor)
+    name = str(about.get("name") or getattr(model, "name_or_path", "") or type(model).__name__)
+    if "preprocess" in about or processor is None:
+        return about
+    size = dict(processor.size)
+    size = {key: int(value) for key, value in size.items() if value is not None}
+    changed = copy.copy(processor)
+    if "shortest_edge" in size:
+        short = size["shortest_edge"]
+        sides = short, min(size.get("longest_edge", short * 4 // 3), short * 4 // 3)
+        changed.size = {"height": sides[0], "width": sides[1]}
+        warn(
+            f"the processor of {name} keeps the aspect of each photograph (shorter side {short}); all are resized to "
+            f"{sides[0]} x {sides[1]} here; give preprocess=pl.Preprocess((height, width), …) for another shape",
+            AssumedPreprocess,
+        )
+    if type(processor).__name__.startswith("Owlv2"):  # pads to a square, below and to the right
+        side = size["height"]
+        mean, std = (tuple(float(v) for v in each) for each in (processor.image_mean, processor.image_std))
+        return {**about, "preprocess": Preprocess((side, side), mean, std, 1.0, "bilinear", "pad", "down")}
+    return {**about, "preprocess": as_processed(changed, 3, name)}
+
+
+_KINDS: Mapping[str, type[DetectorAnatomy]] = {
+    "YolosForObjectDetection": YolosAnatomy,
+    "DetrForObjectDetection": DetrAnatomy,
+    "ConditionalDetrForObjectDetection": DetrAnatomy,
+    "OwlViTForObjectDetection": OwlAnatomy,
+    "Owlv2ForObjectDetection": OwlAnatomy,
+}
+
+
+@register_family("transformers detectors", package="transformers")
+def read_detector(model: nn.Module, **about: Any) -> Anatomy | None:
+    """The anatomy of a transformers detector, or None."""
+    kind = _KINDS.get(type(model).__name__)
+    if kind is not None:
+        return kind(model, **about)
+    if type(model).__name__.endswith("ForObjectDetection"):
+        raise Unsupported(f"{type(model).__name__} cannot be opened; detectors that can: {', '.join(_KINDS)}")
+    return None

@@ -1,0 +1,297 @@
+"""Questions about a detector: why this box and this label, and why an object was missed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.heads.question import Question
+from patchlight.core.errors import PatchlightError, Unsupported, integer
+from patchlight.core.targets import Target
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.detectors import DetectorAnatomy
+
+SIDES = ("left", "top", "right", "bottom")
+BoxScore = Literal["match", "class", "logit", "box", "drise", "left", "top", "right", "bottom"]
+SCORES = ("match", "class", "logit", "box", "drise", *SIDES)
+OVERLAP = 0.05
+"""The least IoU with which a query overlaps a box."""
+SURE = 0.5
+"""The least score of the other objects of the same class."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is held for one detection: box b*, class c*, query q*, and the plain output at the query.
+
+    Args:
+        box: Left, top, right and bottom [4], as parts of the model's input from 0 to 1.
+        label: The number of the class.
+        query: The number of the query.
+        chances: The probabilities [C] at the query.
+        place: The box [4] of the query.
+        rivals: Boxes [n,4] of other objects of the same class.
+    """
+
+    box: Tensor
+    label: int
+    query: int
+    chances: Tensor
+    place: Tensor
+    rivals: Tensor
+
+
+class DetectionQuestion(Question):
+    """A score of one or several detections, read from the boxes and classes of all queries.
+
+    With p_q(c) the probability of class c at query q, b* and c* the box and class in question, and q* the query that
+    answers to them:
+
+    - match: max_q IoU(b_q, b*) p_q(c*)
+    - class: log p / (1 - p) of p_{q*}(c*)
+    - box: IoU(b_{q*}, b*)
+
+    By default gradients are those of "class" and removal reads "match"; where queries are chosen anew for every image,
+    both read "match".
+    """
+
+    tasks = ("detection",)
+    references: Sequence[Reference] = ()
+    score: BoxScore | None = None
+    detector: Any = None
+
+    def _check_score(self) -> None:
+        if self.score is not None and self.score not in SCORES:
+            raise PatchlightError(f"score is {self.score!r}; give one of {', '.join(SCORES)}")
+
+    def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
+        chances = self.detector.probabilities_of(output)
+        odds = self.detector.log_odds(output)
+        boxes = corners(output.pred_boxes)
+        pairs = [self._pair(reference, output, chances, odds, boxes) for reference in self.references]
+        logits, probabilities = zip(*pairs, strict=True)
+        return torch.stack(logits, 1), torch.stack(probabilities, 1)
+
+    def _pair(
+        self, held: Reference, output: Any, chances: Tensor, odds: Tensor, boxes: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The score for gradients and the score for removal [rows] of one detection."""
+        q, c, box = held.query, held.label, held.box.to(boxes)
+        overlap = iou(boxes, box)
+        match = (overlap * chances[..., c]).amax(1)
+        if self.score == "match" or (self.score is None and self.detector.selects):
+            return match, match
+        if self.score == "drise":
+            same = torch.cosine_similarity(chances, held.chances.to(chances), 2)
+            objectness = getattr(output, "objectness_logits", None)
+            similar = (overlap * same * (1 if objectness is None else objectness.sigmoid())).amax(1)
+            return similar, similar
+        if self.detector.selects:
+            self._check_held(held, boxes)
+        if self.score is None:
+            return odds[:, q, c], match
+        if self.score == "class":
+            return odds[:, q, c], chances[:, q, c]
+        if self.score == "logit":
+            return self.detector.class_logits(output)[:, q, c], chances[:, q, c]
+        shown = overlap[:, q] if self.score == "box" else boxes[:, q, SIDES.index(self.score)]
+        return shown, shown
+
+    def _check_held(self, held: Reference, boxes: Tensor) -> None:
+        """Refuse a changed image, in which another proposal is at this query."""
+        far = (boxes[:, held.query].detach() - held.place.to(boxes)).abs().amax()
+        if float(far) > 1e-3:
+            raise Unsupported(
+                f"the queries of {self.detector.name} are chosen anew for every image, so query {held.query} of a "
+                "changed image is another one; score='match' works"
+            )
+
+    def hold(
+        self, vit: DetectorAnatomy, output: Any, size: tuple[int, int] | None, chosen: list[tuple[Tensor, int, int]]
+    ) -> None:
+        """Hold boxes, classes and queries, and name them.
+
+        Args:
+            vit: The detector.
+            output: Its plain output.
+            size: Width and height of the photograph.
+            chosen: Box [4], class and query of each.
+        """
+        chances, boxes = vit.probabilities_of(output)[0].detach(), corners(output.pred_boxes[0].detach())
+        best = chances.max(1)
+        references, labels = [], []
+        for box, label, query in chosen:
+            alike = (best.indices == label) & (best.values >= SURE) & (iou(boxes, box.to(boxes)) < SURE)
+            held = Reference(box.cpu(), label, query, chances[query].cpu(), boxes[query].cpu(), boxes[alike].cpu())
+            references.append(held)
+            place = vit.to_photograph(box[None].cpu().float(), size)[0].tolist()
+            at = ",".join(f"{side:.0f}" for side in place)
+            labels.append(f"{vit.class_names[label]} {float(chances[query, label]):.2f} at {at}")
+        self.detector, self.references, self.labels = vit, references, labels
+
+    def boxes_in_input(self) -> Tensor:
+        """The boxes b* [Q,4] in pixels of the model's input."""
+        return self._in_pixels(torch.stack([held.box for held in self.references]))
+
+    def rivals_in_input(self, index: int) -> Tensor:
+        """Boxes [n,4] of other objects of the same class as detection `index`, in pixels of the model's input."""
+        return self._in_pixels(self.references[index].rivals)
+
+    def _in_pixels(self, boxes: Tensor) -> Tensor:
+        height, width = self.detector.preprocess.size
+        return boxes.float() * torch.tensor([width, height, width, height], dtype=torch.float32)
+
+
+class Box(DetectionQuestion):
+    """Why this box and this label: a detection, a query, or a box with a label.
+
+    Without arguments it is the surest detection of each image.
+
+    Args:
+        detection: The number of the detection, the surest first.
+        query: The number of the query, in place of `detection`.
+        box: Left, top, right and bottom in pixels of the photograph, in place of `detection`.
+        label: The class; by default the most probable one.
+        score: "match", the largest product of overlap and probability over all queries; "class", the log-odds of the
+            class at the query; "logit", its logit; "box", the overlap of the query's box; "left", "top", "right" or
+            "bottom", a side of it; or "drise". Default: "class" for gradients, "match" for removal.
+        missed: Ask why the object in `box` with `label` was not found. The score is that of the query that overlaps the
+            box most, and the label that won there is the second class: `against=1` contrasts the two.
+
+    Example:
+        >>> question = pl.heads.Box(box=(12, 40, 180, 200), label="dog", missed=True)            # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        detection: int | None = None,
+        query: int | None = None,
+        box: Sequence[float] | None = None,
+        label: str | int | None = None,
+        score: BoxScore | None = None,
+        missed: bool = False,
+    ) -> None:
+        given = [
+            name for name, value in (("detection", detection), ("query", query), ("box", box)) if value is not None
+        ]
+        if len(given) > 1:
+            raise PatchlightError(f"{' and '.join(given)} were given; give one of detection=, query= and box=")
+        if missed and (box is None or label is None):
+            raise PatchlightError(
+                "missed=True needs the box and the label of the object that was missed; give box= and label="
+            )
+        if missed and score is not None:
+            raise PatchlightError("missed=True has a score of its own; leave out score=")
+        if box is not None and len(box) != 4:
+            raise PatchlightError(f"box has {len(box)} numbers; give left, top, right and bottom")
+        self.detection = integer("detection", 0 if detection is None else detection, 0)
+        self.query = None if query is None else integer("query", query, 0)
+        self.box = None if box is None else tuple(float(side) for side in box)
+        self.label, self.score, self.missed = label, "class" if missed else score, missed
+        self._check_score()
+        self.labels = ["detection"]
+
+    def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
+        output = plain_output(vit, image)
+        chances, boxes = vit.probabilities_of(output)[0], corners(output.pred_boxes[0])
+        label = None if self.label is None else vit.class_of(self.label)
+        if self.box is not None:
+            self.hold(vit, output, size, self._at_box(vit, vit.from_photograph(self.box, size), label, chances, boxes))
+            return
+        if self.query is None:
+            found = vit.found(output, size)
+            if self.detection >= len(found):
+                raise PatchlightError(f"detection {self.detection} does not exist; {vit.name} has {len(found)} queries")
+            query = found[self.detection].query
+        else:
+            query = self.query
+            if query >= len(boxes):
+                raise PatchlightError(f"query {query} does not exist; {vit.name} has queries 0 to {len(boxes) - 1}")
+        label = int(chances[query].argmax()) if label is None else label
+        self.hold(vit, output, size, [(boxes[query], label, query)])
+
+    def _at_box(
+        self, vit: Any, box: Tensor, label: int | None, chances: Tensor, boxes: Tensor
+    ) -> list[tuple[Tensor, int, int]]:
+        """The box, the label and the query that answers to them; for a missed object also the label that won."""
+        overlap = iou(boxes, box.to(boxes))
+        if float(overlap.max()) < OVERLAP:
+            raise PatchlightError(
+                f"no query of {vit.name} overlaps the box you gave (largest IoU {float(overlap.max()):.2f}); give "
+                "another box"
+            )
+        match = overlap[:, None] * (chances + (1e-3 if self.missed else 0))
+        label = int(match.amax(0).argmax()) if label is None else label
+        query = int(match[:, label].argmax())
+        won = int(chances[query].argmax())
+        return [(box, c, query) for c in dict.fromkeys((label, won) if self.missed else (label,))]
+
+    def default_target(self) -> Target:
+        return 0
+
+    def about(self) -> dict[str, Any]:
+        given: dict[str, Any] = {
+            "detection": self.detection if self.query is None and self.box is None else None,
+            "query": self.query,
+        }
+        given |= {"box": None if self.box is None else list(self.box), "label": self.label, "score": self.score}
+        return {"head": "Box", **{k: v for k, v in given.items() if v is not None}, "missed": self.missed}
+
+
+class Boxes(DetectionQuestion):
+    """All detections of an image, one map for each.
+
+    Args:
+        threshold: The lowest score of a detection.
+        top: At most this many, the surest first.
+        score: As in `Box`.
+    """
+
+    def __init__(self, threshold: float = 0.5, top: int = 5, score: BoxScore | None = None) -> None:
+        self.threshold, self.top, self.score = float(threshold), integer("top", top, 1), score
+        self._check_score()
+        self.labels = ["detection"]
+
+    def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
+        output = plain_output(vit, image)
+        found = vit.found(output, size)
+        sure = [each for each in found if each.score >= self.threshold][: self.top]
+        if not sure:
+            raise PatchlightError(
+                f"{vit.name} detects nothing with a score of at least {self.threshold:g} (the highest is {found[0]}); "
+                "lower the threshold"
+            )
+        boxes = corners(output.pred_boxes[0])
+        self.hold(vit, output, size, [(boxes[d.query], vit.class_names.index(d.label), d.query) for d in sure])
+
+    def about(self) -> dict[str, Any]:
+        score = {} if self.score is None else {"score": self.score}
+        return {"head": "Boxes", "threshold": self.threshold, "top": self.top, **score}
+
+
+def plain_output(vit: Any, image: Tensor) -> Any:
+    """The output of the model for one image, as its users get it."""
+    with torch.no_grad(), vit.steady():
+        return vit.call(image)
+
+
+def corners(boxes: Tensor) -> Tensor:
+    """Boxes [...,4] as centre and size to left, top, right, bottom."""
+    half = boxes[..., 2:] / 2
+    return torch.cat([boxes[..., :2] - half, boxes[..., :2] + half], -1)
+
+
+def iou(boxes: Tensor, box: Tensor) -> Tensor:
+    """The IoU [...] of boxes [...,4] with one box [4]."""
+    width, height = (
+        (torch.minimum(boxes[..., i + 2], box[i + 2]) - torch.maximum(boxes[..., i], box[i])).clamp(min=0)
+        for i in (0, 1)
+    )
+    inner = width * height
+    areas = (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1]) + (box[2] - box[0]) * (box[3] - box[1])
+    return inner / (areas - inner).clamp_min(1e-9)

@@ -1,0 +1,242 @@
+"""Detectors: parts and whole, queries that are held, removal of cells, and what `detect` returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import patchlight as pl
+
+transformers: Any = pytest.importorskip("transformers")
+
+from patchlight.anatomy.heads.boxes import corners, iou
+from patchlight.anatomy.watching import Unseen
+from patchlight.core.errors import PatchlightError
+from tests import detectors
+
+NAMES = list(detectors.MODELS)
+PLAIN = ["yolos", "detr", "conditional"]
+
+
+def plain(name: str, images: Tensor) -> Any:
+    """The output of the model as its users run it."""
+    vit: Any = detectors.opened(name)
+    if not name.startswith("owl"):
+        return vit.model(images)
+    ids = {key: value.repeat(len(images), 1) for key, value in vit.ids.items()}
+    return vit.model(pixel_values=images, **ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_make_the_whole(name: str) -> None:
+    vit, images = detectors.opened(name), detectors.images(name, 2)
+    out = plain(name, images)
+    whole = torch.cat([out.logits.flatten(1), out.pred_boxes.flatten(1)], 1)
+    torch.testing.assert_close(vit.logits(images), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_autograd(name: str) -> None:
+    vit, images = detectors.opened(name), detectors.images(name)
+    att = pl.explain(vit, images, "ixg", head=pl.heads.Box(query=2), level="pixel")
+    leaf = images.clone().requires_grad_()
+    out = plain(name, leaf)
+    held = int((out.logits[0, 2, :-1] if name in ("yolos", "detr") else out.logits[0, 2]).argmax())
+    if name in ("yolos", "detr"):
+        p = out.logits[0, 2].softmax(0)[held]
+        score = (p / (1 - p)).log()
+    else:
+        score = out.logits[0, 2, held]
+    (gradient,) = torch.autograd.grad(score, leaf)
+    torch.testing.assert_close(att.scores, (gradient * leaf).sum(1).detach(), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_match_is_the_probability_where_nothing_is_removed(name: str) -> None:
+    vit, images = detectors.opened(name), detectors.images(name)
+    found = vit.detect(images, threshold=0)
+    number = next(i for i, d in enumerate(found) if (d.box[2] - d.box[0]) * (d.box[3] - d.box[1]) > 4)
+    surest = found[number]
+    asked = vit.ask(pl.heads.Box(detection=number)).prepared(images)
+    assert asked.question.references[0].query == surest.query
+    value = float(asked.probabilities(asked.logits(images))[0])
+    assert value >= surest.score - 1e-5  # another query may match better, except for the surest
+    assert number > 0 or value == pytest.approx(surest.score, abs=1e-5)
+    assert asked.labels[0].startswith(f"{surest.label} {surest.score:.2f} at ")
+
+
+def hidden(name: str, vit: Any, images: Tensor, keep: Tensor) -> Tensor:
+    """The scores if the keys of all other cells are hidden, from all attention that reads cells."""
+    seen = torch.zeros(1, vit.tokens, dtype=torch.bool)
+    seen[0, vit.places(keep)[0]] = True
+    tokens = vit.embed(images)
+    for index in range(vit.depth):
+        tokens = vit.merge(index, tokens)
+        with Unseen(seen):
+            tokens = vit.block(index, tokens)
+    if name == "yolos":
+        return vit.readout(tokens)
+    if name.startswith("owl"):
+        return vit.readout(tokens)
+
+    class Cells(Unseen):
+        """Only attention to cells is restricted, not that between queries."""
+
+        def scaled_dot_product_attention(self, func: Any, query: Any, key: Any, *rest: Any, **more: Any) -> Tensor:
+            inside = key.shape[-2] == vit.tokens and query.shape[-2] == detectors.QUERIES
+            own = super().scaled_dot_product_attention
+            return own(func, query, key, *rest, **more) if inside else func(query, key, *rest, **more)
+
+    with Cells(seen):
+        return vit.readout(tokens)
+
+
+@pytest.mark.parametrize("name", ["yolos", "detr", "conditional", "owl"])
+def test_dropping_cells_equals_hiding_their_keys(name: str) -> None:
+    bare, images = detectors.opened(name), detectors.images(name)
+    assert bare.can_drop is None
+    vit: Any = bare.ask(pl.heads.Box(score="class")).prepared(images)
+    keep = torch.tensor([[0, 2, 5]])
+    assert vit.tokens != detectors.QUERIES  # to tell attention to cells from that between queries
+    with vit.steady(), torch.no_grad():
+        dropped = vit.readout(vit.run(vit.embed(images), keep=keep))
+        assert not torch.allclose(dropped, vit.readout(vit.run(vit.embed(images))), atol=1e-5)
+        torch.testing.assert_close(dropped, hidden(name, vit, images, keep), atol=1e-5, rtol=1e-4)
+
+
+def test_the_patch_of_an_owl_query_stays() -> None:
+    images = detectors.images("owl")
+    vit: Any = detectors.opened("owl").ask(pl.heads.Box(query=7, score="class")).prepared(images)
+    keep = torch.tensor([[1, 4, 7], [4, 1, 3]])
+    with vit.steady(), torch.no_grad():
+        embedded = vit.embed(images)
+        both = vit.readout(vit.run(embedded.repeat(2, 1, 1), keep=keep))
+        only = vit.readout(vit.run(embedded, keep=torch.tensor([[1, 4]])))
+        other = vit.readout(vit.run(embedded, keep=torch.tensor([[7, 3, 4, 1]])))
+    torch.testing.assert_close(both[:1], only, atol=1e-5, rtol=1e-4)  # the own patch does not count twice
+    torch.testing.assert_close(both[1:], other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_query_of_yolos_reads_its_own_token() -> None:
+    vit: Any = detectors.opened("yolos").ask(pl.heads.Box(query=3)).prepared(detectors.images("yolos"))
+    with vit.steady():
+        tokens = vit.run(vit.embed(detectors.images("yolos")))
+        row = vit.pool_row(vit.readout(tokens), None, tokens, torch.tensor([0]))
+    assert row[0, vit.prefix + vit.cells + 3] == pytest.approx(1)
+
+
+def test_texts_in_another_order_are_other_classes() -> None:
+    vit: Any = detectors.opened("owl")
+    images = detectors.images("owl")
+    turned = vit.with_texts(["cat", "dog"])
+    a, b = (each.call(images).logits for each in (vit, turned))
+    torch.testing.assert_close(a, b.flip(2))
+    assert not torch.allclose(a, b)
+
+
+def test_detect_gives_boxes_on_the_photograph(tmp_path: Path) -> None:
+    vit = detectors.opened("yolos")
+    pixels = torch.randint(0, 255, (128, 256, 3), generator=torch.Generator().manual_seed(0)).byte()
+    Image.fromarray(pixels.numpy()).save(tmp_path / "a.png")
+    found = vit.detect(tmp_path / "a.png", threshold=0)
+    assert len(found) == detectors.QUERIES
+    assert len(vit.detect(tmp_path / "a.png", threshold=1)) == 0
+    assert [d.score for d in found] == sorted((d.score for d in found), reverse=True)
+    out = vit.call(vit.batch([tmp_path / "a.png"]))
+    expected = corners(out.pred_boxes[0, found[0].query]).clamp(0, 1) * torch.tensor([256, 128, 256, 128])
+    torch.testing.assert_close(torch.tensor(found[0].box), expected, atol=1e-3, rtol=1e-4)
+    table = str(found).splitlines()
+    assert table[0].split() == ["label", "score", "left", "top", "right", "bottom"]
+    assert len(table) == 1 + detectors.QUERIES
+    att = pl.explain(vit, tmp_path / "a.png", "ixg", head=pl.heads.Box(box=found[0].box, label=found[0].label))
+    assert att.labels[0] == str(found[0])
+
+
+def test_a_missed_object() -> None:
+    vit: Any = detectors.opened("yolos")
+    images = detectors.images("yolos")
+    found = vit.detect(images, threshold=0)[2]
+    label = next(name for name in detectors.LABELS if name not in {each.label for each in vit.detect(images, 0)})
+    question = pl.heads.Box(box=found.box, label=label, missed=True)
+    asked = vit.ask(question).prepared(images)
+    wanted, won = asked.question.references
+    assert wanted.query == won.query
+    assert vit.class_names[wanted.label] == label
+    assert won.label != wanted.label
+    att = pl.explain(vit, images, "ixg", head=question, target=0, against=1)
+    assert att.labels[0].startswith(f"{label} ")
+    assert att.against_names[0].startswith(vit.class_names[won.label])
+
+
+def test_scores() -> None:
+    vit: Any = detectors.opened("yolos")
+    images = detectors.images("yolos")
+    out = vit.call(images)
+    boxes, chances = corners(out.pred_boxes)[0], out.logits[0].softmax(1)[:, :-1]
+
+    def value(which: int = 0, **given: Any) -> float:
+        asked = vit.ask(pl.heads.Box(query=1, label="dog", **given)).prepared(images)
+        return float(asked.logits(images)[0, which])
+
+    overlap = iou(boxes, boxes[1])
+    assert value(score="match") == pytest.approx(float((overlap * chances[:, 1]).max()), abs=1e-6)
+    assert value(1) == value(score="match")
+    assert value(1, score="class") == pytest.approx(float(chances[1, 1]), abs=1e-6)
+    assert value(score="logit") == pytest.approx(float(out.logits[0, 1, 1]), abs=1e-5)
+    assert value(score="box") == pytest.approx(1)
+    assert value(score="top") == pytest.approx(float(boxes[1, 1]), abs=1e-6)
+    same = torch.cosine_similarity(chances, chances[1], 1)
+    assert value(score="drise") == pytest.approx(float((overlap * same).max()), abs=1e-6)
+
+
+def test_boxes_explains_all_detections() -> None:
+    vit, images = detectors.opened("conditional"), detectors.images("conditional", 2)
+    att = pl.explain(vit, images, "ixg", head=pl.heads.Boxes(threshold=0.1, top=3))
+    assert tuple(att.scores.shape) == (2, 3, 2, 3)
+    single = pl.explain(vit, images[1:], "ixg", head=pl.heads.Box(detection=2))
+    torch.testing.assert_close(att.scores[1, 2], single.scores[0], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        (lambda: pl.heads.Boxes(threshold=0.999), "detects nothing with a score of at least 0.999"),
+        (lambda: pl.heads.Box(box=(200, 10, 250, 40)), "lies outside the image, which is 96 pixels wide and 64 high"),
+        (lambda: pl.heads.Box(box=(30, 10, 20, 40)), "is empty"),
+        (lambda: pl.heads.Box(box=(0, 0, 1, 1), label="dog", missed=True), "no query of yolos overlaps the box"),
+        (lambda: pl.heads.Box(label="dgo"), "yolos has no label 'dgo'; did you mean 'dog'?"),
+        (lambda: pl.heads.Box(label=7), "label 7 does not exist; yolos has classes 0 to 4"),
+        (lambda: pl.heads.Box(query=9), "query 9 does not exist; yolos has queries 0 to 4"),
+        (lambda: pl.heads.Box(detection=9), "detection 9 does not exist; yolos has 5 queries"),
+        (lambda: pl.heads.Box(query=1, detection=1), "give one of"),
+        (lambda: pl.heads.Box(missed=True), "needs the box and the label"),
+        (lambda: pl.heads.Box(score="best"), "score is 'best'"),
+        (lambda: pl.heads.Box(box=(1, 2, 3)), "box has 3 numbers"),
+    ],
+)
+def test_wrong_questions_are_refused_in_one_sentence(question: Any, words: str) -> None:
+    with pytest.raises(PatchlightError) as error:
+        pl.explain(detectors.opened("yolos"), detectors.images("yolos"), "ixg", head=question())
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_opens_with_its_processor(tmp_path: Path) -> None:
+    transformers.set_seed(0)
+    detectors.yolos().save_pretrained(tmp_path)
+    transformers.YolosImageProcessorPil(size={"height": 64, "width": 96}).save_pretrained(tmp_path)
+    vit = pl.load(f"hf:{tmp_path}")
+    assert (vit.preprocess.size, vit.preprocess.fit) == ((64, 96), "squash")
+    transformers.YolosImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 90}).save_pretrained(tmp_path)
+    with pytest.warns(pl.AssumedPreprocess, match="keeps the aspect of each photograph"):
+        assert pl.load(f"hf:{tmp_path}").preprocess.size == (64, 85)
+
+
+def test_owl_without_a_tokenizer_says_so() -> None:
+    with pytest.raises(PatchlightError, match="has no tokenizer"):
+        pl.wrap(detectors.owl(), texts=["dog"], preprocess=pl.Preprocess((64, 64)))
