@@ -373,9 +373,9 @@ def _projected_rows(vit: Any, tokens: Tensor) -> int:
     return sum(rows)
 
 
-def test_a_readout_embeds_one_blank_image_for_any_batch() -> None:
+def test_a_readout_embeds_no_image() -> None:
     vit = pl.wrap(Own())
-    assert _projected_rows(vit, torch.randn(9, 17, WIDTH)) == 1
+    assert _projected_rows(vit, torch.randn(9, 17, WIDTH)) == 0
 
 
 def test_a_forward_that_asks_images_for_their_number_gets_as_many() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.opened import Anatomy
@@ -18,9 +18,6 @@ class PocketAnatomy(TimmAnatomy):
     """`pocket`, whose modules are named as timm's."""
 
     library = "patchlight"
-
-    def embed(self, images: Tensor) -> Tensor:
-        return self.outer.embed(images)  # type: ignore[no-any-return]
 
 
 def create_pocket(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:

@@ -74,7 +74,7 @@ class CrossedAnatomy(Anatomy):
         """Blocks whose input is not the output of the block before."""
         self.beyond = ""
         """What the blocks do beside the attention and MLP of a plain block; "" where that is all."""
-        self._masked = False
+        self.masked = False
         """Whether attention inside the blocks has a mask or bias over all tokens, to be restricted to the kept ones."""
         self._one_blank = True
         self._pooling_given = "pooling" in about
@@ -181,7 +181,10 @@ class CrossedAnatomy(Anatomy):
         if positions is None:
             return self.flat(call.run(block, tokens))
         places = self.places(positions)
-        with KeptScores(places, self.tokens) if self._masked else contextlib.nullcontext():
+        if self.masked and places.shape[1] == self.tokens:  # all of them, in another order than their bias
+            rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+            return self.block(index, tokens[rows, places.argsort(1)])[rows, places]
+        with KeptScores(places, self.tokens) if self.masked else contextlib.nullcontext():
             kept = partial(gathered, places=places, keep=positions, count=self.tokens)
             return call.run(block, tokens, lambda value: map_tensors(value, kept), self.dropping(positions))
 
@@ -247,6 +250,10 @@ class CrossedAnatomy(Anatomy):
         """A blank input for the states of `count` images; one is enough unless the forward reads the batch size."""
         count = 1 if self._one_blank else count
         return torch.zeros(count, *self.input_shape, device=self.device, dtype=self.dtype)
+
+    def blank_of(self, tokens: Tensor) -> Tensor | None:
+        """A blank input for these tokens, if their number needs another than `blank`."""
+        return None
 
     def _replay(
         self, tokens: Tensor, given: int, at: Callable[[int | None, Site], Any], blank: bool = True
@@ -325,6 +332,7 @@ class CrossedAnatomy(Anatomy):
                 see(site.tokens)
             return site.run()
 
+        images = self.blank_of(tokens) if images is None else images
         at = self._replay(tokens, len(self.paths) - 1, run, images is None)
         with self._crossing(at, True):
             return self._read(self.run_model(self.blank(len(tokens)) if images is None else images), len(tokens))
@@ -361,7 +369,7 @@ class CrossedAnatomy(Anatomy):
         with torch.inference_mode(False), torch.no_grad(), self.steady():
             image = random_image(self)
             whole, calls, inputs = self.record(image)
-            self._see_constants(calls)
+            self.see_constants(calls)
             outputs = [self.flat(tensors_in(call.returned)[0]) for call in calls]
             self.breaks = frozenset(i for i in range(1, len(calls)) if not _same(inputs[i], outputs[i - 1]))
             tokens = self.embed(image)
@@ -374,7 +382,7 @@ class CrossedAnatomy(Anatomy):
             self.beyond = self._see_beyond(inputs[-1])
             self._compare(whole, last, outputs[-1], image)
             self._see_batches(outputs, last)
-            self.can_drop = type(self).can_drop or self._see_drop(tokens)
+            self.can_drop = type(self).can_drop or self.see_drop(tokens)
             return self._see_pooling(last)
 
     def _see_reach(self, index: int, tokens: Tensor) -> Slots | None:
@@ -437,7 +445,7 @@ class CrossedAnatomy(Anatomy):
             return ""
         return "" if same else "its blocks do more than attention and an MLP, each behind a norm"
 
-    def _see_constants(self, calls: Sequence[BlockCall]) -> None:
+    def see_constants(self, calls: Sequence[BlockCall]) -> None:
         """Refuse blocks that read something of the image besides their tokens."""
         for here, blank in zip(calls, self.calls, strict=True):
             pairs = zip(tensors_in([here.rest, here.named]), tensors_in([blank.rest, blank.named]), strict=False)
@@ -488,7 +496,7 @@ class CrossedAnatomy(Anatomy):
             f"{self.name} gives an image other logits alone than in a batch, which is not supported; {BY_HAND}"
         )
 
-    def _see_drop(self, tokens: Tensor) -> str | None:
+    def see_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys, and the head must take any number."""
         if self.stages is not None:
             return "each of its stages merges patches of a complete grid"
@@ -496,7 +504,7 @@ class CrossedAnatomy(Anatomy):
             return "its forward changes the tokens between its blocks"
         keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
         reason, kept = "", tokens
-        for self._masked in (False, True):
+        for self.masked in (False, True):
             try:
                 kept, hidden = self._drop_and_hide(tokens, keep)
             except Exception as error:

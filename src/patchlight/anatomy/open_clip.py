@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
+from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.parts import named_parts
 from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary
-from patchlight.anatomy.timm import BeitAnatomy, EvaAnatomy, TimmAnatomy
+from patchlight.anatomy.timm import TimmAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported, first_line, nearest
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
@@ -24,16 +27,13 @@ _OWN_VOCABULARY = 49408
 """Vocabulary size of open_clip's bundled tokenizer."""
 
 
-class OpenClipPair(TextSide):
+class OpenClipPair(TextSide, CrossedAnatomy):
     """What all open_clip models share: projected features and a text encoder."""
 
     library = "open_clip"
     tokenizer_advice = "tokenizer=open_clip.get_tokenizer(NAME)"
 
-    def classify(self, features: Tensor) -> Tensor:
-        return features
-
-    def whole(self, images: Tensor) -> Any:
+    def call(self, images: Tensor) -> Any:
         return self.net.encode_image(images)
 
     def encode_chunk(self, prompts: Sequence[str]) -> Tensor:
@@ -63,95 +63,51 @@ class OpenClipAnatomy(OpenClipPair):
                 "towers that pool by token or average work"
             )
         self.tokenizer = tokenizer
-        rows, columns = visual.grid_size
-        cell = visual.patch_size
+        (rows, columns), cell, blocks = visual.grid_size, visual.patch_size, visual.transformer.resblocks
         super().__init__(
             model,
+            paths=[f"visual.transformer.resblocks.{index}" for index in range(len(blocks))],
             grid=(int(rows), int(columns)),
             extent=(int(rows * cell[0]), int(columns * cell[1])),
             prefix=1,
             pooling="cls" if visual.pool_type == "tok" else "avg",
-            heads=int(visual.transformer.resblocks[0].attn.num_heads),
+            heads=int(blocks[0].attn.num_heads),
             classes=0,
             **about,
         )
 
     @property
-    def _visual(self) -> Any:
-        return self.net.visual
-
-    @property
     def dtype(self) -> torch.dtype:
         """Type of the images it takes; in open_clip's half precision some weights stay in float32."""
-        return cast(torch.dtype, self._visual.conv1.weight.dtype)
+        return cast(torch.dtype, self.net.visual.conv1.weight.dtype)
 
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return cast("Sequence[nn.Module]", self._visual.transformer.resblocks)
+    def flat(self, tokens: Tensor) -> Tensor:
+        return tokens if getattr(self.net.visual.transformer, "batch_first", True) else tokens.transpose(0, 1)
 
-    def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self._visual._embeds(images))
+    def unflat(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+        return self.flat(tokens)
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self._visual.conv1)
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        if getattr(self._visual.transformer, "batch_first", True):
-            return cast(Tensor, self.blocks[index](tokens))
-        return cast(Tensor, self.blocks[index](tokens.transpose(0, 1)).transpose(0, 1))
-
-    def features(self, tokens: Tensor) -> Tensor:
-        pooled, _ = self._visual._pool(tokens)
-        return cast(Tensor, pooled if self._visual.proj is None else pooled @ self._visual.proj)
+        return cast(nn.Module, self.net.visual.conv1)
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
-        attention = block.attn
-        around = (getattr(block, "ln_attn", None), getattr(attention, "ln_inner", None))
+        found, around = named_parts(block), (getattr(block, "ln_attn", None), getattr(block.attn, "ln_inner", None))
         linear = all(m is None or isinstance(m, nn.Identity) for m in around)
-        linear = linear and getattr(attention, "head_scale", None) is None
-        return Parts(
-            block.ln_1,
-            block.ln_2,
-            attention.out_proj,
-            (lambda: attention.in_proj_weight.chunk(3)[2]) if linear else None,
-            qkv=lambda: (attention.in_proj_weight, attention.in_proj_bias),
-            fc1=block.mlp.c_fc,
-            activation=block.mlp.gelu,
-            fc2=block.mlp.c_proj,
-            scale1=getattr(block.ls_1, "gamma", None),
-            scale2=getattr(block.ls_2, "gamma", None),
-            beyond="" if type(block).__name__ == "ResidualAttentionBlock" else "it scales or normalises inside",
-        )
+        linear = linear and getattr(block.attn, "head_scale", None) is None
+        plain = type(block).__name__ == "ResidualAttentionBlock"
+        beyond = "" if plain else "it scales or normalises inside"
+        return replace(found, value=found.value if linear else None, beyond=beyond)
 
 
-class _Trunk(OpenClipPair):
+class OpenClipTimmAnatomy(OpenClipPair, TimmAnatomy):
     """A timm tower followed by open_clip's projection."""
 
     plain_ends = False
 
     def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
         self.tokenizer = tokenizer
-        super().__init__(model, path="visual.trunk", classes=0, **about)  # type: ignore[call-arg]
-
-    def features(self, tokens: Tensor) -> Tensor:
-        visual = self.net.visual
-        return cast(Tensor, visual.head(visual.trunk.forward_head(visual.trunk.norm(tokens))))
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        return self.features(tokens)
-
-
-class OpenClipTimmAnatomy(_Trunk, TimmAnatomy):
-    """A VisionTransformer of timm's."""
-
-
-class OpenClipEvaAnatomy(_Trunk, EvaAnatomy):
-    """An Eva of timm's."""
-
-
-class OpenClipBeitAnatomy(_Trunk, BeitAnatomy):
-    """A BEiT of timm's."""
+        super().__init__(model, path="visual.trunk", classes=0, **about)
 
 
 def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
@@ -208,21 +164,18 @@ def read_open_clip(
     if type(visual).__name__ == "VisionTransformer":
         return OpenClipAnatomy(model, tokenizer, **about)
     trunk = getattr(visual, "trunk", None)
-    found = _trunk_anatomy(trunk)
-    if found is None:
+    if not _is_plain(trunk):
         inside = type(visual if trunk is None else trunk).__name__
         raise Unsupported(f"{name} cannot be opened: its image encoder is a {inside}, not a plain Vision Transformer")
-    anatomy: Anatomy = found(model, tokenizer, **about)
-    return anatomy
+    return OpenClipTimmAnatomy(model, tokenizer, **about)
 
 
-def _trunk_anatomy(trunk: Any) -> Any:
+def _is_plain(trunk: Any) -> bool:
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
-    known = ((VisionTransformer, OpenClipTimmAnatomy), (Eva, OpenClipEvaAnatomy), (Beit, OpenClipBeitAnatomy))
-    return next((anatomy for kind, anatomy in known if isinstance(trunk, kind)), None)
+    return isinstance(trunk, VisionTransformer | Eva | Beit)
 
 
 def _weights(name: str, tag: str) -> dict[str, Any]:

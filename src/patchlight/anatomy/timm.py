@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from patchlight.anatomy.contract import Ends, Parts, Pooling, affine, linear, stacked
+from patchlight.anatomy.contract import Ends, Parts, Pooling, affine
+from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.names import PLAIN, STAGED, module_of, why_not
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.parts import named_parts
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 
-class TimmAnatomy(Anatomy):
-    """What timm's plain transformers share: `patch_embed`, `blocks`, `norm`, `forward_head`.
+class TimmAnatomy(CrossedAnatomy):
+    """What timm's plain transformers share: `blocks` over one grid, some in an `encoder`.
 
     `path` leads to a transformer that is part of a larger model.
     """
@@ -36,17 +35,22 @@ class TimmAnatomy(Anatomy):
     def __init__(
         self, whole: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **about: Any
     ) -> None:
-        self.path = path
         model: Any = whole.get_submodule(path)
-        stem, body = self.stem(model), self.body(model)
+        self.path, self._body = path, f"{path}{'' if hasattr(model, 'blocks') else '.encoder'}".strip(".")
+        body = whole.get_submodule(self._body)
         self.projects = labels is None and projects(model)
         about = described(model, name, labels, about)
-        grid = stem.dynamic_feat_size(about["preprocess"].size)
-        cell = stem.feat_ratio(as_scalar=False)
+        grid, cell = _grid(model, body, about["preprocess"].size)
+        if not path and not self.projects:
+            heads = model.get_classifier()
+            heads = {id(getattr(head, "fc", head)) for head in (heads if isinstance(heads, tuple) else (heads,))}
+            self.head_paths = [key for key, module in whole.named_modules() if id(module) in heads]
+        paths = [f"{self._body}.{each}".strip(".") for each in self.block_paths(body)]
         super().__init__(
             whole,
-            grid=(int(grid[0]), int(grid[1])),
-            extent=(int(grid[0] * cell[0]), int(grid[1] * cell[1])),
+            paths=paths,
+            grid=grid,
+            extent=(grid[0] * cell[0], grid[1] * cell[1]),
             prefix=int(getattr(model, "num_prefix_tokens", getattr(model, "cls_token", None) is not None)),
             pooling=_pooling(model),
             heads=_heads(body.blocks[0]),
@@ -55,71 +59,26 @@ class TimmAnatomy(Anatomy):
         if getattr(model, "global_pool", "") == "prr" and getattr(model.attn_pool, "pool", "") == "token":
             self.pool_query = "cls"
 
-    @staticmethod
-    def body(model: Any) -> Any:
-        """The module that contains the blocks."""
-        return model
-
-    @classmethod
-    def stem(cls, model: Any) -> Any:
-        """The module that turns the image into patches and has their grid."""
-        return cls.body(model).patch_embed
-
-    @property
-    def outer(self) -> Any:
-        """The twin's whole timm model."""
-        return self.net.get_submodule(self.path) if self.path else self.net
+    def block_paths(self, body: Any) -> list[str]:
+        """The paths of the blocks in the module that has them."""
+        return [f"blocks.{index}" for index in range(len(body.blocks))]
 
     @property
     def inner(self) -> Any:
         """The twin's module that contains the blocks."""
-        return self.body(self.outer)
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return cast("Sequence[nn.Module]", self.inner.blocks)
-
-    def embed(self, images: Tensor) -> Tensor:
-        tokens = self.inner._pos_embed(self.inner.patch_embed(images))
-        return cast(Tensor, self.inner.norm_pre(tokens))
+        return self.net.get_submodule(self._body) if self._body else self.net
 
     def projection(self) -> nn.Module | None:
-        return cast(nn.Module, self.inner.patch_embed)
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.blocks[index](tokens))
-
-    def normed(self, tokens: Tensor) -> Tensor:
-        """The input of the head, from the tokens of the last block."""
-        return cast(Tensor, self.inner.norm(tokens))
-
-    def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.outer.forward_head(self.normed(tokens), pre_logits=not self.projects))
-
-    def classify(self, features: Tensor) -> Tensor:
-        return cast(Tensor, features if self.projects else self.inner.head(features))
-
-    def classified(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.outer.forward_head(self.normed(tokens)))
+        embeds = getattr(self.inner, "embeds", None)
+        return self.inner.patch_embed if embeds is None else cast(nn.Module, embeds.proj)
 
     def parts(self, index: int) -> Parts:
         block: Any = self.blocks[index]
-        mlp = getattr(block, "mlp", None)
         if not _is_pre_norm(block):
             return Parts(beyond=self._beyond(block))
-        return Parts(
-            block.norm1,
-            block.norm2,
-            getattr(block.attn, "proj", None),
-            (lambda: _value_weight(block.attn)) if _plain_values(block.attn) else None,
-            qkv=lambda: _qkv(block.attn),
-            fc1=getattr(mlp, "fc1", None),
-            activation=getattr(mlp, "act", None),
-            fc2=getattr(mlp, "fc2", None),
-            scale1=_layer_scale(block, "ls1", "gamma_1"),
-            scale2=_layer_scale(block, "ls2", "gamma_2"),
-            beyond=self._beyond(block),
-        )
+        found = named_parts(block)
+        value = found.value if _plain_values(block.attn) else None
+        return replace(found, value=value, beyond=self._beyond(block))
 
     def _beyond(self, block: Any) -> str:
         if not _is_pre_norm(block):
@@ -157,85 +116,6 @@ class TimmAnatomy(Anatomy):
         if prefix.shape[1] != self.prefix or positions.shape[1] != self.tokens:
             return None
         return Ends(projection, prefix, positions, net.norm, net.head)
-
-
-class EvaAnatomy(TimmAnatomy):
-    """Eva, EVA-02 and DINOv3: each block gets rotary positions, gathered per sample when tokens are dropped."""
-
-    def embed(self, images: Tensor) -> Tensor:
-        tokens, _ = self.inner._pos_embed(self.inner.patch_embed(images))
-        return cast(Tensor, self.inner.norm_pre(tokens))
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.blocks[index](tokens, rope=self.rope(index, positions)))
-
-    def rope(self, index: int, positions: Tensor | None) -> Tensor | None:
-        """The rotary positions of a block's patches, or of those at `positions`; None if it has none."""
-        net = self.inner
-        if getattr(net, "rope", None) is None:
-            return None
-        by_shape = getattr(net, "dynamic_img_size", True)
-        table = net.rope.get_embed(shape=self.grid) if by_shape else net.rope.get_embed()
-        if getattr(net, "rope_mixed", False) or getattr(net, "rope_is_mixed", False):
-            table = table[index]
-        if positions is None:
-            return cast(Tensor, table)
-        if table.ndim == 3:
-            return cast(Tensor, table[:, positions].transpose(0, 1))
-        return cast(Tensor, table[positions][:, None])
-
-
-class BeitAnatomy(TimmAnatomy):
-    """BEiT and BEiTv2: a relative position bias inside attention, gathered per sample when tokens are dropped."""
-
-    def embed(self, images: Tensor) -> Tensor:
-        net = self.inner
-        tokens = net.patch_embed(images)
-        tokens = torch.cat((net.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
-        return cast(Tensor, tokens if net.pos_embed is None else tokens + net.pos_embed)
-
-    def watch(self) -> None:
-        super().watch()
-        for block in self.inner.blocks:
-            block.attn.__class__ = _gathering(cast(Any, type(block.attn)))
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        with kept_tokens(None if positions is None else self.places(positions)):
-            shared = self.inner.rel_pos_bias
-            shared = None if shared is None else gathered_bias(lambda: self.inner.rel_pos_bias()[None])
-            return cast(Tensor, self.blocks[index](tokens, shared_rel_pos_bias=shared))
-
-
-@cache
-def _gathering(kind: type[nn.Module]) -> Any:
-    """A subclass of this attention type whose bias is restricted to the tokens kept."""
-
-    def gathered(self: Any) -> Tensor:
-        return gathered_bias(lambda: cast(Any, kind)._get_rel_pos_bias(self))
-
-    return type(kind.__name__, (kind,), {"_get_rel_pos_bias": gathered})
-
-
-_LOCAL = threading.local()
-"""The tokens [B,k] that this thread keeps of a relative position bias; None for all, in order."""
-
-
-@contextlib.contextmanager
-def kept_tokens(places: Tensor | None) -> Iterator[None]:
-    """Inside, a relative position bias is restricted to the tokens at `places` [B,k]; None for all."""
-    _LOCAL.kept = places
-    try:
-        yield
-    finally:
-        _LOCAL.kept = None
-
-
-def gathered_bias(whole: Callable[[], Tensor]) -> Tensor:
-    """The rows and columns [B,H,k,k] of a bias [1,H,N,N] that belong to the tokens kept."""
-    bias, kept = whole(), getattr(_LOCAL, "kept", None)
-    if kept is None:
-        return bias
-    return bias[0].permute(1, 2, 0)[kept[:, :, None], kept[:, None, :]].permute(0, 3, 1, 2)
 
 
 def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
@@ -305,6 +185,16 @@ def _channels(model: Any, config: dict[str, Any]) -> int:
         convolution = getattr(_embedding(model), "proj", None)
     default = getattr(model, "in_chans", (config.get("input_size") or (3,))[0])
     return int(convolution.in_channels if isinstance(convolution, nn.Conv2d) else default)
+
+
+def _grid(model: Any, body: Any, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The grid of patches of an image of this size, and the pixels of a patch."""
+    stem = getattr(body, "patch_embed", None) or model.embeds
+    if hasattr(stem, "dynamic_feat_size"):
+        (rows, columns), (height, width) = stem.dynamic_feat_size(size), stem.feat_ratio(as_scalar=False)
+        return (int(rows), int(columns)), (int(height), int(width))
+    cell = model.get_patch_size() if hasattr(model, "get_patch_size") else (stem.patch_size,) * 2
+    return (size[0] // cell[0], size[1] // cell[1]), (cell[0], cell[1])
 
 
 def _embedding(model: Any) -> Any:
@@ -389,10 +279,7 @@ def read_timm(model: nn.Module, **about: Any) -> Anatomy | None:
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
-    for cls, anatomy in ((VisionTransformer, TimmAnatomy), (Eva, EvaAnatomy), (Beit, BeitAnatomy)):
-        if isinstance(model, cls):
-            return anatomy(model, **about)
-    return None
+    return TimmAnatomy(model, **about) if isinstance(model, VisionTransformer | Eva | Beit) else None
 
 
 def _labels(config: dict[str, Any], classes: int) -> list[str] | None:
@@ -446,29 +333,9 @@ def _plain_values(attention: Any) -> bool:
     return plain and known
 
 
-def _value_weight(attention: Any) -> Tensor:
-    """W_V of an attention module."""
-    if getattr(attention, "qkv", None) is not None:
-        return linear(attention.qkv).weight.chunk(3)[2]
-    return linear(attention.v_proj).weight
-
-
 def _has(module: nn.Module, name: str) -> bool:
     part = getattr(module, name, None)
     return part is not None and not isinstance(part, nn.Identity)
-
-
-def _layer_scale(block: Any, module: str, parameter: str) -> Tensor | None:
-    scale = getattr(getattr(block, module, None), "gamma", None)
-    return cast("Tensor | None", getattr(block, parameter, None) if scale is None else scale)
-
-
-def _qkv(attn: Any) -> tuple[Tensor, Tensor | None]:
-    if getattr(attn, "qkv", None) is not None:
-        separate, whole = getattr(attn, "q_bias", None), linear(attn.qkv)
-        bias = whole.bias if separate is None else torch.cat([separate, attn.k_bias, attn.v_bias])
-        return whole.weight, bias
-    return stacked(attn.q_proj, attn.k_proj, attn.v_proj)
 
 
 def _is_pre_norm(block: nn.Module) -> bool:
