@@ -42,6 +42,8 @@ from .methods.compositions import PLUS as PLUS
 from .methods.compositions import ROLLOUT as ROLLOUT
 from .methods.compositions import SKIPPLUS as SKIPPLUS
 from .methods.compositions import SUM as SUM
+from .methods.interactions import Interactions as Interactions
+from .methods.interactions import interactions as interactions
 from .methods.requests import list_methods as list_methods
 from .metrics.base import Evaluation as Evaluation
 from .metrics.base import Evaluations as Evaluations

@@ -35,7 +35,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "heads.Linear",
         "heads.Neurons",
     ),
-    "Explaining": ("explain", "list_methods", "Attribution", "Attributions"),
+    "Explaining": ("explain", "list_methods", "Attribution", "Attributions", "interactions", "Interactions"),
     "Measuring": ("evaluate", "compare", "list_metrics", "open_data", "Evaluation", "Evaluations", "Comparison"),
     "Choosing": ("recommend", "Verdict"),
     "Showing": ("figure", "show"),
