@@ -213,6 +213,8 @@ def test_what_is_asked_is_a_name_a_list_or_a_dict() -> None:
         (Literal["a", 2], "'a' | 2"),
         (int | None, "int or None"),
         (list[float], "list of float"),
+        (tuple[float, ...], "list of float"),
+        (int | tuple[Annotated[int, Field(ge=1)], str], "int or (int >= 1, str)"),
         (Annotated[float, Field(gt=0)], "float > 0"),
         (Annotated[float, Field(gt=0, lt=1)] | None, "float > 0 and < 1 or None"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
+from patchlight.core.errors import warn
 from patchlight.methods.base import METHODS
 from tests.families import build, images, shared
 from tests.helpers import refuses, tiny_timm
@@ -199,6 +201,18 @@ def test_methods_and_metrics_that_are_no_names() -> None:
     for wrong in (None, 3, ["genatt", 3], {"genatt": None}, {"genatt"}):
         refuses("is not a method; give a name, a list of names", pl.explain, vit, batch, wrong)
         refuses("is not a metric; give a name", pl.evaluate, vit, batch, "genatt", wrong)
+
+
+@pytest.mark.parametrize("given", [{"target": "\x1b[2J\u202eb"}, {"method": "\x1b]0;title\x07\u202e"}])
+def test_errors_and_warnings_do_not_steer_a_terminal(given: dict[str, Any]) -> None:
+    vit = shared("vit")
+    with pytest.raises(pl.PatchlightError) as error:
+        pl.explain(vit, images(vit), given.get("method", "genatt"), target=given.get("target"))
+    assert not re.search("[\x00-\x1f\x7f\u202a-\u202e]", str(error.value))
+    assert r"\u202e" in str(error.value)
+    with pytest.warns(pl.DegenerateMap) as warned:
+        warn("map of \x1b[2J", pl.DegenerateMap)
+    assert str(warned[0].message) == r"map of \x1b[2J"
 
 
 def test_streams_of_images_are_read_as_they_come(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from patchlight.core.errors import AssumedPreprocess, PatchlightError, escape_surrogates, nearest
+from patchlight.core.errors import UNSAFE, AssumedPreprocess, PatchlightError, escape, nearest
 from patchlight.core.files import finite_or_none
 from patchlight.core.progress import bar
 
@@ -28,20 +28,6 @@ WIDE = 160
 SOME_FAILED = 3
 _PRESENTATION = ("as_json", "debug", "force")
 """Options that change how a command answers, not what it computes."""
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that steer a terminal: control characters and those that change the direction of text."""
-
-
-def escape(text: str, keep: str = "") -> str:
-    """Text with control and bidirectional characters spelled out, except those in `keep`.
-
-    >>> escape("a\\x1b[2J.png")
-    'a\\\\x1b[2J.png'
-    """
-    return _UNSAFE.sub(
-        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(),
-        escape_surrogates(text),
-    )
 
 
 def show(line: str = "") -> None:
@@ -62,7 +48,7 @@ def say(line: str) -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON. NaN and infinity, which JSON does not have, become null."""
     text = json.dumps(finite_or_none(value), indent=1, ensure_ascii=False, default=str, allow_nan=False)
-    print(_UNSAFE.sub(lambda match: match[0] if match[0] == "\n" else f"\\u{ord(match[0]):04x}", text))
+    print(UNSAFE.sub(lambda match: match[0] if match[0] == "\n" else f"\\u{ord(match[0]):04x}", text))
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:

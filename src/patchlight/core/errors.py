@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import inspect
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +18,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal: control characters and those that change the direction of text."""
+
+
 class PatchlightError(ValueError):
     """Any wrong input. The message is one sentence: what went wrong, what was given and what to do."""
 
     def __init__(self, sentence: object = "") -> None:
-        super().__init__(escape_surrogates(str(sentence)))
+        super().__init__(escape(str(sentence), keep="\n\t"))
 
 
 class Unsupported(PatchlightError):
@@ -108,7 +113,8 @@ def warn(words: str, category: type[Warning]) -> None:
         line = line.f_back  # a decorator of torch's around `explain` or `evaluate`
     module = str(line.f_globals.get("__name__", "<unknown>"))
     registry = line.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(words, category, line.f_code.co_filename, line.f_lineno, module, registry)
+    place = line.f_code.co_filename, line.f_lineno, module, registry
+    warnings.warn_explicit(escape(words, keep="\n\t"), category, *place)
 
 
 def escape_surrogates(name: str) -> str:
@@ -124,6 +130,18 @@ def escape_surrogates(name: str) -> str:
         with contextlib.suppress(UnicodeEncodeError):
             return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return name.encode("utf-8", "backslashreplace").decode()  # JSON has surrogates that stand for no byte
+
+
+def escape(text: str, keep: str = "") -> str:
+    r"""Text with control and bidirectional characters spelled out, except those in `keep`.
+
+    >>> escape("a\x1b[2J.png")
+    'a\\x1b[2J.png'
+    """
+    return UNSAFE.sub(
+        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(),
+        escape_surrogates(text),
+    )
 
 
 def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:

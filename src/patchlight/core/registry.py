@@ -307,7 +307,7 @@ def resolve_all(
 
 
 def describe_type(kind: Any) -> str:
-    """A type in words: "int >= 1 or 'all' or None"."""
+    """A type in words: "int >= 1 or 'all' or (int >= 1, int >= 1) or None"."""
     origin, inside = get_origin(kind), get_args(kind)
     if hasattr(kind, "__metadata__"):
         signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -318,8 +318,10 @@ def describe_type(kind: Any) -> str:
         return " | ".join(map(repr, inside))
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(describe_type, inside)))
-    if origin is list:
+    if origin is list or (origin is tuple and inside[-1] is Ellipsis):
         return f"list of {describe_type(inside[0])}"
+    if origin is tuple:
+        return f"({', '.join(map(describe_type, inside))})"
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
 
 
