@@ -45,6 +45,8 @@ from .methods.compositions import SUM as SUM
 from .methods.interactions import Interactions as Interactions
 from .methods.interactions import interactions as interactions
 from .methods.requests import list_methods as list_methods
+from .methods.sufficient import SufficientSets as SufficientSets
+from .methods.sufficient import sufficient_sets as sufficient_sets
 from .metrics.base import Evaluation as Evaluation
 from .metrics.base import Evaluations as Evaluations
 from .metrics.base import Measure as Measure

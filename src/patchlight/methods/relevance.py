@@ -351,7 +351,8 @@ def _embedded(ends: Ends, images: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([prefix, patches], 1), ends.positions.detach().to(images)
 
 
-def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+def refuse_blocks(settings: Settings, vit: Anatomy) -> str | None:
+    """Why a model is not a plain ViT with a CLS token, all of whose parts can be read; None if it is."""
     for layer in range(vit.depth):
         parts = vit.parts(layer)
         if parts.beyond:
@@ -385,7 +386,7 @@ def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
     levels=("pixel", "token"),
     ruled=False,
     precision="full",
-    refuses=_refuses,
+    refuses=refuse_blocks,
     cost="2 forwards in float64 + relevance pass of about 4 forwards",
 )
 def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
@@ -421,7 +422,7 @@ def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
     nonnegative=True,
     ruled=False,
     precision="tf32",
-    refuses=_refuses,
+    refuses=refuse_blocks,
     cost="1 forward in float64 + relevance pass of the blocks read",
 )
 def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
@@ -446,7 +447,7 @@ def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
     nonnegative=True,
     ruled=False,
     precision="tf32",
-    refuses=_refuses,
+    refuses=refuse_blocks,
     presets={"scripts": {"start": 1}},
     cost="2 forwards in float64 + 1 backward + relevance pass of about 3 forwards",
 )

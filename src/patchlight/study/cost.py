@@ -35,7 +35,14 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
         **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
         **{"search": 4 + samples / 2 + _search_forwards(settings, patches), "random": 0.05},
         **{"mda": 500 + float(settings.get("candidates") or 28) * patches / float(settings.get("side", 1)) ** 2},
-        **{"alti": 20.0, "globenc": 12.0, "lrp": 12.0, "transatt": 12.0, "gradcam-aug": 20.0},
+        **{
+            "decompx-bias": float(patches),
+            "alti": 20.0,
+            "globenc": 12.0,
+            "lrp": 12.0,
+            "transatt": 12.0,
+            "gradcam-aug": 20.0,
+        },
     }
     kind = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
     return known.get(base, kind)

@@ -1,0 +1,190 @@
+"""Several disjoint sets of patches, each of which keeps the prediction by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from patchlight.anatomy.load import wrap
+from patchlight.anatomy.opened import Anatomy, undisturbed
+from patchlight.core.errors import PatchlightError, integer
+from patchlight.core.targets import Target, resolve_targets, top_classes
+from patchlight.evidence.fills import Fill
+from patchlight.evidence.rules import PLAIN
+from patchlight.methods.base import Ask
+from patchlight.methods.lime import picture
+from patchlight.methods.orders import SetFunction, guided_order
+from patchlight.methods.posterior import prior_estimate
+from patchlight.methods.search import prior_settings, region_members, set_function
+
+COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+
+
+@dataclass(frozen=True)
+class SufficientSets:
+    """Disjoint sets of patches of one image, each of which keeps the prediction without all other patches.
+
+    Args:
+        sets: The patches [k,*grid] of each set; the one that was found first comes first.
+        probabilities: The probability of the class with the patches of each set alone.
+        without: Its probability without the patches of each set: high if another set is enough.
+        whole: Its probability with all patches.
+        rest: Its probability without the patches of all sets.
+        label: The class.
+        picture: The image [H,W,3], if it is one.
+    """
+
+    sets: Tensor
+    probabilities: tuple[float, ...]
+    without: tuple[float, ...]
+    whole: float
+    rest: float
+    label: str
+    picture: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{n} patches ({p:.2f})" for n, p in zip(self.sizes, self.probabilities, strict=True))
+        found = f"{len(self)} disjoint sets keep it: {sizes}; without all of them {self.rest:.2f}"
+        return f"{self.label} ({self.whole:.2f}): {found if len(self) else 'no set of patches alone keeps it'}"
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of patches of each set."""
+        return [int(one.sum()) for one in self.sets]
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the sets over the photograph, each in its own colour.
+
+        Args:
+            ax: Matplotlib axes; by default those of a new figure.
+
+        Returns:
+            The axes.
+        """
+        from matplotlib import pyplot
+        from matplotlib.colors import to_rgb
+
+        ax = pyplot.subplots()[1] if ax is None else ax
+        rows, columns = self.sets.shape[-2:]
+        if self.picture is not None:
+            ax.imshow(self.picture, extent=(0, columns, rows, 0))
+        shown = np.zeros((rows, columns, 4))
+        for number, one in enumerate(self.sets):
+            shown[one.numpy()] = (*to_rgb(COLOURS[number % len(COLOURS)]), 0.6)
+        ax.imshow(shown, extent=(0, columns, rows, 0))
+        ax.set_title(f"{self.label}: {len(self)} sufficient sets", parse_math=False)
+        ax.set_axis_off()
+        return ax
+
+
+@undisturbed
+def sufficient_sets(
+    vit: Anatomy | nn.Module,
+    image: Any,
+    target: Target = None,
+    *,
+    share: float = 0.9,
+    most: int = 5,
+    prior: str = "posterior",
+    samples: int = 128,
+    candidates: int = 8,
+    unit: Literal["auto", "token", "patch"] = "auto",
+    fill: Fill = "zero",
+    seed: int = 0,
+    **ablation: Any,
+) -> SufficientSets:
+    """Several disjoint minimal sets of patches, each of which is enough for the prediction.
+
+    A map cannot show that either of two objects is enough. Each set is found by a greedy search that a prior map
+    guides, among the patches that no earlier set has, until the class has `share` of its probability; then patches are
+    dropped while it keeps that. Each set is minimal: without any one of its patches, the probability is lower than
+    that. There may be smaller sets.
+
+    Args:
+        vit: The model.
+        image: One image, as in `explain`.
+        target: The class, as in `explain`.
+        share: Share of the whole image's probability that a set keeps.
+        most: Most sets.
+        prior: The method whose map guides the search.
+        samples: Number of samples of a prior that samples.
+        candidates: Patches that each step of the search compares.
+        unit: "token" removes the other patches, "patch" paints them with `fill`; "auto" removes them if the model can.
+        fill: What painted patches show.
+        seed: Random seed.
+        ablation: `chunk`, `precision` and `compile`, as in methods that ablate.
+
+    Example:
+        >>> found = pl.sufficient_sets(vit, "dogs.jpg")                                         # doctest: +SKIP
+        >>> print(found), found.plot()                                                          # doctest: +SKIP
+    """
+    vit = wrap(vit)
+    if not 0 < share <= 1:
+        raise PatchlightError(f"share is {share}; give a share of the probability above 0, at most 1")
+    batch = vit.batch(image)
+    targets = resolve_targets(target, len(batch), vit.outcomes, vit.labels) or top_classes(
+        vit.logits(batch), vit.outputs
+    )
+    if len(batch) != 1 or targets.several:
+        raise PatchlightError("sufficient sets are those of one image and one class; call it for each")
+    ask = Ask(vit, batch, targets, "probability", seed, PLAIN, ablation_settings=ablation)
+    with vit.settled():
+        known = prior_estimate(ask, prior, **prior_settings(prior, samples)).maps[0]
+        removes = unit == "token" or (unit == "auto" and vit.can_drop is None)
+        members = region_members(vit.grid, 1)
+        shown, hidden = (set_function(ask, members, name, removes, fill) for name in ("insertion", "deletion"))
+        everything = torch.arange(vit.cells, device=batch.device)[None, None]
+        whole = float(shown(everything))
+        width, count = integer("candidates", candidates, 1), integer("most", most, 1)
+        sets = disjoint_sets(shown, known, share * whole, width, count)
+        masks = torch.zeros(len(sets), vit.cells, dtype=torch.bool)
+        for mask, one in zip(masks, sets, strict=True):
+            mask[one.cpu()] = True
+        alone = [float(shown(one[None, None])) for one in sets]
+        without = [1 - float(hidden(one[None, None])) for one in sets]
+        every = torch.cat(sets)[None, None] if sets else None
+        rest = whole if every is None else 1 - float(hidden(every)) if every.shape[2] < vit.cells else 0.0
+    colours = picture(batch[0], vit) if vit.layout.inputs == "images" and vit.channels == 3 else None
+    label = vit.label(int(targets.index[0, 0]))
+    return SufficientSets(masks.view(-1, *vit.grid), tuple(alone), tuple(without), whole, rest, label, colours)
+
+
+def disjoint_sets(value: SetFunction, prior: Tensor, limit: float, width: int, most: int) -> list[Tensor]:
+    """Disjoint minimal sets of players, each worth at least `limit`; the prior [1,n] guides the search for each."""
+    free, found = torch.arange(prior.shape[1], device=prior.device), list[Tensor]()
+    while len(found) < most and len(free) > 0:
+        if float(value(free[None, None])) < limit:
+            break
+        best: list[float] = []
+
+        def among(sets: Tensor, free: Tensor = free, best: list[float] = best) -> Tensor:
+            values = value(free[sets])
+            best.append(float(values.max()))
+            return values
+
+        def enough(best: list[float] = best) -> bool:
+            return bool(best) and best[-1] >= limit
+
+        order = guided_order(among, prior[:, free], width, stop=enough).regions[0]
+        chosen = minimal(value, free[order[: len(best)] if enough() else order], limit)
+        found.append(chosen)
+        free = free[torch.isin(free, chosen, invert=True)]
+    return found
+
+
+def minimal(value: SetFunction, chosen: Tensor, limit: float) -> Tensor:
+    """A subset [m] of players [n] that is worth at least `limit`, and less without any one of them."""
+    while len(chosen) > 1:
+        kept = torch.stack([torch.cat([chosen[:i], chosen[i + 1 :]]) for i in range(len(chosen))])
+        values = value(kept[None])[0]
+        if float(values.max()) < limit:
+            break
+        chosen = kept[values.argmax()]
+    return chosen
