@@ -338,5 +338,6 @@ def attribution_of(
         precision=estimated.precision or request.precision,
         ignores_class=request.ignores_class,
         question=vit.question and vit.question.general,
+        words=() if vit.question is None or not vit.question.words else (tuple(vit.question.words),),
         **origin,
     )

@@ -124,6 +124,8 @@ class Contract(ABC):
     """None if tokens can be dropped, otherwise the reason why not."""
     can_rule: str | None = None
     """None if backward rules cover all operations of its blocks, otherwise the reason why not."""
+    can_decompose: str | None = None
+    """None if what is behind the blocks has rules of decomposition and relevance, otherwise the reason why not."""
     can_attend: str | None = None
     """None if the attention found by the probe is all that a block does, otherwise the reason why not."""
     unordered: bool = False
@@ -190,6 +192,19 @@ class Contract(ABC):
     def classified(self, tokens: Tensor) -> Tensor:
         """x_L [B,N,D] to the model's own logits."""
         return self.classify(self.features(tokens))
+
+    spared: tuple[str, ...] = ()
+    """Modules behind the blocks that stay in half precision where the blocks are widened to float32."""
+    reads_positions: bool = False
+    """Whether the readout depends on which patches were dropped; then `classified_at` is defined."""
+
+    def classified_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The model's own logits, of the patches at `positions` [B,k] alone."""
+        return self.classified(tokens)
+
+    def cannot_remove(self, unit: str) -> str | None:
+        """Why sets of cells of this unit cannot leave the sequence; None if they can."""
+        return self.can_drop
 
     def whole(self, images: Tensor) -> Any:
         """The output of the whole model for images, run on the twin."""

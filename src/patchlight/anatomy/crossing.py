@@ -255,7 +255,7 @@ class CrossedAnatomy(Anatomy):
         """A blank input for these tokens, if their number needs another than `blank`."""
         return None
 
-    def _replay(
+    def replay(
         self, tokens: Tensor, given: int, at: Callable[[int | None, Site], Any], blank: bool = True
     ) -> Callable[[Site], Any]:
         """What to do where a forward (on a `blank` input) calls a module: block `given` returns the tokens.
@@ -295,7 +295,7 @@ class CrossedAnatomy(Anatomy):
             raise Entered(site.tokens)
 
         try:
-            with self._crossing(self._replay(tokens, index - 1, stop, index > 0), index > 0):
+            with self.intercepted(self.replay(tokens, index - 1, stop, index > 0), index > 0):
                 self.run_model(images)
         except Entered as entered:
             return self.flat(entered.tokens)
@@ -333,12 +333,12 @@ class CrossedAnatomy(Anatomy):
             return site.run()
 
         images = self.blank_of(tokens) if images is None else images
-        at = self._replay(tokens, len(self.paths) - 1, run, images is None)
-        with self._crossing(at, True):
+        at = self.replay(tokens, len(self.paths) - 1, run, images is None)
+        with self.intercepted(at, True):
             return self._read(self.run_model(self.blank(len(tokens)) if images is None else images), len(tokens))
 
     @contextlib.contextmanager
-    def _crossing(self, at: Callable[[Site], Any], blank: bool) -> Iterator[None]:
+    def intercepted(self, at: Callable[[Site], Any], blank: bool) -> Iterator[None]:
         """Intercept a forward; the projected patches of a `blank` image are hidden from taps."""
         hides = blank and not self._one_blank and self.projection() is not None
         with crossing(at), flowing(), self.projecting(None) if hides else contextlib.nullcontext():
@@ -506,7 +506,7 @@ class CrossedAnatomy(Anatomy):
         reason, kept = "", tokens
         for self.masked in (False, True):
             try:
-                kept, hidden = self._drop_and_hide(tokens, keep)
+                kept, hidden = self.drop_and_hide(tokens, keep)
             except Exception as error:
                 reason = f"its blocks need every token ({first_line(error)})"
                 continue
@@ -523,7 +523,7 @@ class CrossedAnatomy(Anatomy):
             return f"its head takes exactly {self.tokens} tokens ({first_line(error)})"
         return None if same else "its head reads tokens by their place in the grid"
 
-    def _drop_and_hide(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    def drop_and_hide(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         """The kept tokens behind the last block, once with the others dropped and once with their keys hidden."""
         seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
         seen[0, self.places(keep)[0]] = True

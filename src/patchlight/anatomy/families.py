@@ -67,7 +67,7 @@ FAMILIES: Registry[Family] = Registry(
     [
         f"patchlight.anatomy.{room}"
         for room in (
-            *("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "detectors", "open_clip"),
+            *("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "detectors", "vlm", "open_clip"),
             "torchvision",
         )
     ],

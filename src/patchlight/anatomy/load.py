@@ -29,13 +29,13 @@ from patchlight.core.registry import match_names
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head
 
-_OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid", "regression", "stage")
+_OVERRIDES = ("labels", "name", "preprocess", "processor", "tokenizer", "sigmoid", "regression", "stage", "place")
 """Keywords of `wrap` for a model that it recognises."""
 _DESCRIPTION = ("embed", "blocks", "readout", "grid", "prefix", "pooling", "heads", "classes")
 """Keywords of `wrap` for a model described by hand."""
 _LAYOUT = ("suffix", "axes", "order", "geometry", "input_shape")
 """Keywords of `wrap` for inputs that are not images, and for tokens in another order; they may be left out."""
-_PASSED = ("sigmoid", "regression", "stage", "tokenizer")
+_PASSED = ("sigmoid", "regression", "stage", "tokenizer", "place")
 """Keywords of `load` that are passed to `wrap`."""
 _LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
 

@@ -124,7 +124,7 @@ class Anatomy(Readout):
         return self._begin()
 
     def _begin(self) -> Running:
-        running = Running(Twin(self.model, self._computing.dtype, self._computing.only))
+        running = Running(Twin(self.model, self._computing.dtype, self._computing.only, self.spared))
         running.twin.renew(lambda net: self._use(running, net))
         return running
 

@@ -34,8 +34,10 @@ class Readout(Contract):
     bare: Self | None = None
     _kind: Kind = "softmax"
 
-    def readout(self, tokens: Tensor) -> Tensor:
-        """x_L [B,N,D] to logits [B,C]."""
+    def readout(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x_L [B,N,D] to logits [B,C]; `positions` [B,k] are the patches that are left, if some were dropped."""
+        if self.reads_positions and positions is not None:
+            return self.classified_at(tokens, positions)
         if self.head is None or self.question is not None:
             return self.classified(tokens)
         return self.head(tokens) if self.head.block is not None else self.head(self.features(tokens))

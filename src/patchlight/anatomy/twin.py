@@ -33,14 +33,19 @@ _NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU,
 class Twin:
     """A structural copy of `model` in evaluation mode that shares the memory of its weights.
 
-    With `dtype` its floating-point weights (of the module types in `only`) are a cast copy. `renew` creates the copy
+    With `dtype` its floating-point weights (of the module types in `only`) are a cast copy, except those of modules at
+    `spared` paths that it would widen. `renew` creates the copy
     and updates it after changes to the model.
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype | None = None, only: tuple[type[nn.Module], ...] | None = None
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        only: tuple[type[nn.Module], ...] | None = None,
+        spared: tuple[str, ...] = (),
     ) -> None:
-        self.model, self.dtype, self._only = model, dtype, only
+        self.model, self.dtype, self._only, self._spared = model, dtype, only, spared
         self._lock = threading.Lock()
         self._seen: _Seen | None = None
         self._cast: list[tuple[Tensor, Tensor]] = []
@@ -79,6 +84,8 @@ class Twin:
         self._cast = []
         kinds = self._only or (nn.Module,)
         some = (m for m in originals if isinstance(m, kinds))
+        self._narrow = {id(m) for path in self._spared for m in self.model.get_submodule(path).modules()}
+        self._narrow = {id(t) for m in originals if id(m) in self._narrow for t in m._parameters.values()}
         self._casting = {id(t) for m in some for kind in _TENSORS for t in m.__dict__[kind].values() if t is not None}
         with torch.inference_mode(False), torch.no_grad():
             copies = _Copies(originals, self._own)
@@ -93,6 +100,8 @@ class Twin:
         """The twin's tensor for one of the model's: the same memory, unless it must have another type."""
         lowers = self.dtype is not None and id(tensor) in self._casting
         changes = lowers and tensor.is_floating_point() and tensor.dtype != self.dtype
+        if changes and id(tensor) in self._narrow and self.dtype is not None and tensor.itemsize < self.dtype.itemsize:
+            changes = False
         if not changes and not tensor.is_inference():
             return tensor.detach()
         mine = tensor.detach().to(self.dtype) if changes else tensor.clone()

@@ -91,6 +91,8 @@ class Attribution:
         geometry: Which part of the input each score covers; None for images.
         photos: Small pictures of the first images (at most 16) as uint8 [3,h,w], for display; not saved.
         question: The head, if it is a question about the model's output (`pl.heads.Box`, …); not saved.
+        words: Of an answer in words (`pl.heads.Answer`): each word with its probability, its gain over the language
+            without the image and its tokens, for each image; not saved.
 
     Example:
         >>> att = pl.explain(vit, "cat.jpg", target="cat")                                      # doctest: +SKIP
@@ -125,6 +127,7 @@ class Attribution:
     geometry: Geometry | None = None
     photos: tuple[Tensor, ...] = ()
     question: Any = None
+    words: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def covers(self) -> tuple[float, ...]:
@@ -190,6 +193,7 @@ class Attribution:
             labels=tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image]),
             against_labels=self.against_labels[images],
             images=self.images[images],
+            words=self.words[images],
             samples=self.samples[images],
             facts={name: values[images] for name, values in self.facts.items()},
             photos=tuple(self.photos[i] for i in takewhile(lambda i: i < len(self.photos), rows)),
@@ -223,6 +227,7 @@ class Attribution:
             labels=tuple(label for part in parts for label in part.labels),
             against_labels=tuple(label for part in parts for label in part.against_labels),
             images=tuple(image for part in parts for image in part.images),
+            words=tuple(words for part in parts for words in part.words),
             error=torch.cat(error) if len(error) == len(parts) else None,
             samples=tuple(c for part in parts for c in part.samples) if all(p.samples for p in parts) else (),
             facts={

@@ -23,7 +23,7 @@ from patchlight.core.files import write_atomic
 from patchlight.core.images import MAX_PIXELS
 from patchlight.core.layout import IMAGE_AXES
 
-_IN_MEMORY = ("photos", "question")
+_IN_MEMORY = ("photos", "question", "words")
 """Fields that are not saved."""
 _METADATA, _SCORES = "attribution.json", "scores.safetensors"
 _TYPES = {"scores": ("F32", "F64"), "error": ("F32", "F64"), "target": ("I64", "I32"), "against": ("I64", "I32")}

@@ -15,9 +15,9 @@ from patchlight.core.errors import PatchlightError, Unsupported
 
 IMAGE_AXES = ("row", "column")
 """The axes of an image."""
-SETS = {"frame": "time", "tube": "time", "band": "frequency", "slice": "depth"}
+SETS = {"frame": "time", "tube": "time", "band": "frequency", "slice": "depth", "merge": "merge"}
 """Named sets of cells, by the axis they need: all cells of one time, frequency or depth; a tube is all times of one
-place."""
+place; "merge" needs no axis: a square of patches that a model makes one visual token of."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Layout:
         suffix: Tokens after the cells, such as detection tokens.
         axes: The name of each axis of the grid: "row", "column", "time", "depth", "frequency".
         order: The place of cell i, counted in C order, among the grid tokens; None: the cells stand in C order.
+        merge: Patches along each side of the square that becomes one visual token of a language model.
 
     Example:
         >>> Layout((2, 3), prefix=1).count
@@ -41,6 +42,7 @@ class Layout:
     suffix: int = 0
     axes: tuple[str, ...] = IMAGE_AXES
     order: tuple[int, ...] | None = None
+    merge: int = 1
 
     def __post_init__(self) -> None:
         grid = tuple(int(side) for side in self.grid)
@@ -96,6 +98,9 @@ class Layout:
         """The set [cells] that each cell belongs to, from 0: itself, or a named set of `SETS`."""
         if unit not in SETS:
             return torch.arange(self.cells)
+        if unit == "merge":
+            rows, columns = (torch.arange(side) // self.merge for side in self.grid[-2:])
+            return (rows[:, None] * (self.grid[-1] // self.merge) + columns).flatten()
         axis = SETS[unit]
         if axis not in self.axes:
             works = [name for name, own in SETS.items() if own in self.axes]

@@ -26,11 +26,12 @@ from patchlight.evidence.fills import Filling, painted
 from patchlight.evidence.precision import PRECISION, Decided, Precision, chosen, free_memory, tf32
 
 Unit = Annotated[
-    Literal["token", "patch", "pixel", "frame", "tube", "band", "slice"],
+    Literal["token", "patch", "pixel", "frame", "tube", "band", "slice", "merge"],
     Field(
         description="What is removed or shown: tokens, which leave the sequence, or patches or pixels, painted; of "
         "videos, sounds and volumes also sets of patches: all of one time ('frame'), all times of one place ('tube'), "
-        "all of one frequency ('band') or depth ('slice')."
+        "all of one frequency ('band') or depth ('slice'); of vision-language models the patches of one visual token "
+        "('merge'), which leave the sequence."
     ),
 ]
 Count = Annotated[int, Field(ge=1)]
@@ -223,7 +224,7 @@ class Ablation:
                         logits = _edited(runs.decides, tokens, variants, slice(begin, stop))
                 if fine:
                     with torch.autocast(self.images.device.type, enabled=False):
-                        logits = self.vit.readout(logits.float())
+                        logits = self.vit.readout(logits.float(), positions)
             except (torch.OutOfMemoryError, MemoryError):
                 if size == 1:
                     raise PatchlightError("not even one variant fits into memory; use a smaller model") from None
@@ -284,7 +285,7 @@ def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    return vit.readout(_blocks(vit, tokens, positions))
+    return vit.readout(_blocks(vit, tokens, positions), positions)
 
 
 def _edited(vit: Anatomy, tokens: Tensor, variants: Any, part: slice) -> Tensor:

@@ -51,7 +51,7 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
         with Unseen(seen):
             for index in range(vit.depth):
                 tokens = vit.block(index, tokens, keep)
-            found.append(vit.readout(tokens))
+            found.append(vit.readout(tokens, keep))
     logits: Tensor = torch.cat(found)[order.argsort()].unflatten(0, z.shape[:2])
     return logits
 

@@ -83,7 +83,7 @@ class Freeze:
 
 def drops(unit: str, fill: object = None) -> bool:
     """Whether tokens leave the sequence, so that nothing is painted."""
-    return unit == "token" or fill == "none"
+    return unit in ("token", "merge") or fill == "none"
 
 
 Filling = Tensor | Imputation | Freeze

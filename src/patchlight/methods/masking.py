@@ -106,7 +106,7 @@ def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
         vit.layout.sets(settings["unit"])
     except Unsupported as error:
         return str(error)
-    return vit.can_drop if drops(settings["unit"], settings.get("fill")) else None
+    return vit.cannot_remove(settings["unit"]) if drops(settings["unit"], settings.get("fill")) else None
 
 
 def only_images(settings: Settings, vit: Anatomy) -> str | None:

@@ -260,6 +260,8 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
             return several
     if request.rule.name != "plain" and vit.can_rule is not None:
         return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
+    if method.group == "decomposition" and vit.can_decompose is not None:
+        return f"{vit.name} cannot be decomposed: {vit.can_decompose}"
     forward = isinstance(method, Ablates) or _without_gradient(method)
     differentiates = needs & BACKWARD or not (method.ignores_class or forward)
     if differentiates and vit.gradient is not None:

@@ -111,7 +111,7 @@ def _advice(settings: Settings, vit: Anatomy) -> str | None:
 def kernel_shap(
     ask: Ask,
     samples: Annotated[int, Field(ge=2)] = 2000,
-    unit: Literal["auto", "token", "patch", "frame", "tube", "band", "slice"] = "auto",
+    unit: Literal["auto", "token", "patch", "frame", "tube", "band", "slice", "merge"] = "auto",
     fill: Fill = "zero",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
@@ -128,8 +128,8 @@ def kernel_shap(
         samples: Number n of coalitions; it should be at least 10 d for d patches.
         unit: What happens to the other patches. "token" removes them, and of the empty coalition the prefix tokens
             remain; "patch" paints `fill` in their place. "auto" removes tokens where the model can and its classifier
-            reads prefix tokens alone. With "frame", "tube", "band" and "slice", these sets of patches are the players,
-            and their patches share the value evenly.
+            reads prefix tokens alone. With "frame", "tube", "band", "slice" and "merge", these sets of patches are
+            the players, and their patches share the value evenly.
     """
     layout = ask.vit.layout
     z = draw_coalitions(samples, int(layout.sets(unit).max()) + 1, ask.generator())

@@ -126,7 +126,7 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
     def tokens() -> Tensor:
         if unit == "pixel":
             raise Unsupported("fill='none' removes tokens, not pixels; give unit='token' or a fill")
-        check_tokens(ask.vit, count_cells(ask, unit) - int((end - begin).max()))
+        check_tokens(ask.vit, count_cells(ask, unit) - int((end - begin).max()), unit)
         order = ask.ranks(*ordering).flatten(1).argsort(1)
         members = ask.vit.layout.members(unit).to(order.device)
         owner = torch.arange(len(order))
@@ -142,11 +142,12 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
     return logits
 
 
-def check_tokens(vit: Anatomy, left: int) -> None:
+def check_tokens(vit: Anatomy, left: int, unit: str = "token") -> None:
     """Refuse a model that cannot drop tokens, or that would have none `left`."""
-    if vit.can_drop is not None:
-        raise Unsupported(f"{vit.name} cannot drop tokens: {vit.can_drop}; unit='patch' fills patches instead")
-    if (vit.prefix == 0 or vit.pooling in ("avg", "max")) and left == 0:
+    reason = vit.cannot_remove(unit)
+    if reason is not None:
+        raise Unsupported(f"{vit.name} cannot drop tokens: {reason}; unit='patch' fills patches instead")
+    if not vit.reads_positions and (vit.prefix == 0 or vit.pooling in ("avg", "max")) and left == 0:
         raise Unsupported(
             f"{vit.name} reads its class from the patches, so nothing is left to classify when all are dropped; "
             f"unit='patch' fills patches instead"

@@ -1,5 +1,6 @@
 """Heads define the scores that are explained: classes in place of a model's own, and questions about its output."""
 
+from patchlight.anatomy.heads.answer import Answer as Answer
 from patchlight.anatomy.heads.boxes import Box as Box
 from patchlight.anatomy.heads.boxes import Boxes as Boxes
 from patchlight.anatomy.heads.features import Head as Head

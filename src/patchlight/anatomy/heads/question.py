@@ -37,6 +37,8 @@ class Question(Head):
     tasks: Sequence[str] = ()
     general: Self | None = None
     """The question for any image, of which this is the one for an image; None if it is not prepared."""
+    words: Sequence[Any] = ()
+    """The words of an answer in words."""
     image: tuple[str, ...] = ()
     """The hash of the image that it is prepared for."""
 

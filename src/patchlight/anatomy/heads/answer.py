@@ -1,0 +1,227 @@
+"""Answers of vision-language models: which part of the image made it say a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.heads.question import Question
+from patchlight.core.errors import DegenerateMap, PatchlightError, warn
+from patchlight.core.targets import Outputs
+
+VISUAL = 0.5
+"""Gain in nats from which a word counts as seen in the image."""
+_ADDS = 0.1
+"""Gain of an answer below which the image adds almost nothing to it."""
+_LONGEST = 64
+"""Tokens of a generated answer."""
+
+
+class Word(NamedTuple):
+    """A word of an answer.
+
+    `probability` is the geometric mean of its tokens', `gain` how much their log-probability falls without the image.
+    """
+
+    word: str
+    probability: float
+    gain: float
+    tokens: tuple[int, ...]
+
+
+class Answer(Question):
+    """The answer of a vision-language model to a prompt, or words of it.
+
+    .. math:: s = \\sum_{t \\in W} \\log p(y_t \\mid \\text{image}, \\text{prompt}, y_{<t})
+
+    The answer is held while the image is changed. The logit of a word is s over its tokens W, its probability the
+    geometric mean exp(s / |W|). The gain of a word is s minus s without the image, the language prior.
+
+    Args:
+        prompt: What the model is asked; or its ids, with an image token.
+        answer: The answer that is explained, or its ids; default: what the model says, one most probable token after
+            the other.
+        words: Which words are explained. Default: each word whose gain is above 0.5 nats. A list: each of these words.
+            "visual": those words together. "all": the complete answer.
+        against: Another answer, whose log-probability is subtracted; or "prior": the logit is s minus that without the
+            image, and the probability runs from 0 without the image to 1 with it.
+        choices: Answers that become classes: a softmax over the log-probability of each.
+        force: Whether to explain an answer that the model would not give, or words that the image adds nothing to.
+        without: How the image is taken away for the gain: its visual tokens are "removed" from the language model, or
+            the picture is "blank".
+
+    Example:
+        >>> answer = pl.heads.Answer("What is the dog holding?")                               # doctest: +SKIP
+        >>> pl.explain(vit, "park.jpg", head=answer, target="frisbee").show()                   # doctest: +SKIP
+    """
+
+    tasks = ("answers",)
+    text = ""
+    """The answer of this image."""
+
+    def __init__(
+        self,
+        prompt: str | Sequence[int],
+        answer: str | Sequence[int] | None = None,
+        words: Sequence[str] | str | None = None,
+        against: str | Sequence[int] | None = None,
+        choices: Sequence[str | Sequence[int]] | None = None,
+        force: bool = False,
+        without: Literal["removed", "blank"] = "removed",
+    ) -> None:
+        if isinstance(words, str) and words not in ("visual", "all"):
+            words = [words]
+        if choices is not None:
+            if answer is not None or words is not None or against is not None:
+                raise PatchlightError("choices are complete answers, so answer, words and against do not apply")
+            if len(choices) < 2:
+                raise PatchlightError(f"choices has {len(choices)} answer(s); give at least two")
+            self.outputs = Outputs("softmax")
+        if without not in ("removed", "blank"):
+            raise PatchlightError(f"without is {without!r}; give 'removed' or 'blank'")
+        self.prompt, self.answer, self.asked, self.against = prompt, answer, words, against
+        self.choices, self.force, self.without = choices, force, without
+        self.labels: list[str] = []
+        self.words: tuple[Word, ...] = ()
+
+    def about(self) -> dict[str, Any]:
+        names: dict[str, Any] = {
+            "prompt": self.prompt,
+            "answer": self.answer,
+            "words": self.asked,
+            "against": self.against,
+        }
+        names |= {"choices": self.choices, "without": self.without if self.without != "removed" else None}
+        return {"head": "Answer", **{key: value for key, value in names.items() if value is not None}}
+
+    def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
+        prompts = vit.prompts
+        prompt = prompts.prompt(self.prompt, vit.visual, vit.preprocess.size)
+        if self.choices is not None:
+            self.transcript = vit.transcribe(prompt, [prompts.answer(each) for each in self.choices])
+            self.labels = [each if isinstance(each, str) else prompts.pieces(each)[0] for each in self.choices]
+            return
+        generated = self.answer is None
+        ids = self._generate(vit, image, prompt) if self.answer is None else prompts.answer(self.answer)
+        answers = [ids] if self.against in (None, "prior") else [ids, prompts.answer(self.against)]
+        self.transcript = vit.transcribe(prompt, answers)
+        self.text = prompts.pieces(ids)[0].strip()
+        with torch.no_grad():
+            asked = vit.ask(self, bind=False)
+            visual = vit.see_visual(image)
+            full = asked.answer_logs(visual)[0][0]
+            keep = torch.zeros(1, 0, dtype=torch.long, device=image.device)
+            blank = visual if self.without == "removed" else vit.see_visual(vit.blank_picture(image))
+            prior = asked.answer_logs(blank, keep if self.without == "removed" else None)[0][0]
+        self.full, self.prior = full, prior
+        self.words = tuple(self._word(word, tokens) for word, tokens in prompts.words(ids))
+        if not generated and not self.force:
+            self._check_said(vit, image, prompt, ids)
+        self._choose(len(ids))
+
+    def _word(self, word: str, tokens: Sequence[int]) -> Word:
+        at = list(tokens)
+        gain = float((self.full[at] - self.prior[at]).sum())
+        return Word(word, float(self.full[at].mean().exp()), gain, tuple(at))
+
+    def _generate(self, vit: Any, image: Tensor, prompt: Sequence[int]) -> list[int]:
+        """The most probable token again and again, until an end token."""
+        ends, said = vit.end_tokens(), list[int]()
+        with torch.no_grad():
+            while len(said) < _LONGEST:
+                ids = torch.tensor([*prompt, *said], device=image.device)
+                token = int(vit.call(image, ids, len(said)).logits[0, -1].argmax())
+                if token in ends:
+                    break
+                said.append(token)
+        if not said:
+            raise PatchlightError(
+                f"{vit.name} says nothing about this image: its answer is 0 tokens; give answer= to explain one"
+            )
+        return said
+
+    def _check_said(self, vit: Any, image: Tensor, prompt: Sequence[int], ids: Sequence[int]) -> None:
+        """Warn of an answer that the model would not give."""
+        with torch.no_grad():
+            logits = vit.call(image, torch.tensor([*prompt, *ids], device=image.device), len(ids)).logits[0]
+        if logits[-len(ids) - 1 : -1].argmax(1).tolist() != list(ids):
+            said = vit.prompts.pieces(self._generate(vit, image, prompt))[0].strip()
+            warn(
+                f"the answer is not what {vit.name} says for this image (it says '{said}'); give force=True to explain "
+                "it without this warning",
+                DegenerateMap,
+            )
+
+    def _choose(self, count: int) -> None:
+        """Find the tokens of each label, and refuse words without any, or without a gain."""
+        gains = self.full - self.prior
+        if self.asked == "all":
+            self.labels, self.tokens = [self.text], [list(range(count))]
+        elif self.asked is None or self.asked == "visual":
+            seen = [word for word in self.words if word.gain > VISUAL or self.force]
+            if not seen:
+                most = max(self.words, key=lambda word: word.gain, default=None)
+                best = f" (the largest gain is {most.gain:.2g} nats, of '{most.word}')" if most is not None else ""
+                raise PatchlightError(
+                    f"the image adds almost nothing to any word of the answer '{self.text}'{best}; give words=[…] with "
+                    "force=True to explain some anyway"
+                )
+            if self.asked is None:
+                self.labels, self.tokens = _numbered([word.word for word in seen]), [list(w.tokens) for w in seen]
+            else:
+                self.labels = [" ".join(word.word for word in seen)]
+                self.tokens = [sorted({t for word in seen for t in word.tokens})]
+        else:
+            chosen = [self._find(word) for word in self.asked]
+            self.labels, self.tokens = [label for label, _ in chosen], [tokens for _, tokens in chosen]
+        weak = [
+            label for label, at in zip(self.labels, self.tokens, strict=True) if abs(float(gains[at].sum())) < _ADDS
+        ]
+        if weak and not self.force:
+            raise PatchlightError(
+                f"the image adds almost nothing to '{weak[0]}' (its log-probability without it is within {_ADDS} "
+                "nats), so a map would not explain it; give force=True to see it anyway"
+            )
+
+    def _find(self, asked: str) -> tuple[str, list[int]]:
+        """The tokens of a word or of several words in a row."""
+        spoken = [word.word.casefold() for word in self.words]
+        parts = asked.casefold().split()
+        for i in range(len(spoken) - len(parts) + 1):
+            if parts and spoken[i : i + len(parts)] == parts:
+                return asked, sorted({t for word in self.words[i : i + len(parts)] for t in word.tokens})
+        raise PatchlightError(
+            f"the answer '{self.text}' is {len(self.full)} tokens and none of them lies in words={[asked]}; its "
+            "words are " + (", ".join(word.word for word in self.words) or "none")
+        )
+
+    def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
+        logs = output[0]
+        sums = torch.stack([logs[:, at].sum(1) for at in self.tokens], 1)
+        means = torch.stack([logs[:, at].mean(1) for at in self.tokens], 1)
+        if self.against is None:
+            return sums, means.exp()
+        if self.against != "prior":
+            difference = sums - output[1].sum(1, keepdim=True)
+            return difference, difference.sigmoid()
+        low, high = (
+            torch.stack([each[at].mean() for at in self.tokens]).exp().to(sums) for each in (self.prior, self.full)
+        )
+        base = torch.stack([self.prior[at].sum() for at in self.tokens]).to(sums)
+        return sums - base, (means.exp() - low) / (high - low)
+
+    def logits(self, output: Any, rows: int) -> Tensor:
+        if self.choices is None:
+            return super().logits(output, rows)
+        return torch.stack([logs.sum(1) for logs in output], 1)
+
+    def default_target(self) -> Any:
+        return None if self.choices is not None else super().default_target()
+
+
+def _numbered(words: Sequence[str]) -> list[str]:
+    """Words, of which repeated ones are numbered."""
+    return [word if words.count(word) == 1 else f"{word} {words[: i + 1].count(word)}" for i, word in enumerate(words)]

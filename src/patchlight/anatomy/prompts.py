@@ -1,0 +1,124 @@
+"""Prompts and answers as the ids of a vision-language model's tokenizer, and the words that tokens belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from PIL import Image
+
+from patchlight.anatomy.texts import NoTokenizer
+from patchlight.core.errors import PatchlightError, first_line
+
+_WORD = re.compile(r"\w+(?:['’\-]\w+)*")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The text side of a model.
+
+    Args:
+        tokenizer: Its tokenizer; None if there is none.
+        processor: Its processor, which puts the image into the prompt; None if there is none.
+        image_token: The id of an image token.
+        name: The name of the model in errors.
+    """
+
+    tokenizer: Any
+    processor: Any
+    image_token: int
+    name: str
+
+    @staticmethod
+    def of(processor: Any, tokenizer: Any, image_token: int, name: str) -> Prompts:
+        """The text side of a processor, or of a tokenizer alone."""
+        own = getattr(processor, "tokenizer", None)
+        return Prompts(own if tokenizer is None else tokenizer, None if own is None else processor, image_token, name)
+
+    def _check(self) -> None:
+        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
+            why = f" ({self.tokenizer.reason})" if isinstance(self.tokenizer, NoTokenizer) else ""
+            raise PatchlightError(
+                f"{self.name} has no processor or tokenizer{why}, so it cannot read a prompt; give processor= or "
+                "tokenizer= of transformers, or the prompt and the answer as lists of ids"
+            )
+
+    def prompt(self, prompt: str | Sequence[int], visual: int, size: tuple[int, ...]) -> list[int]:
+        """The ids of a prompt, with `visual` image tokens in the place of its image.
+
+        Args:
+            prompt: A sentence, or ids with one image token or all of them.
+            visual: The number of visual tokens of an image.
+            size: Height and width of an image.
+        """
+        ids = self._ids(prompt, size) if isinstance(prompt, str) else [int(i) for i in prompt]
+        count = ids.count(self.image_token)
+        if count == 0:
+            raise PatchlightError(
+                f"the prompt {prompt!r} of {self.name} has no place for the image; put the image token "
+                f"(id {self.image_token}) into it, or give a tokenizer that has one"
+            )
+        if count == 1:
+            at = ids.index(self.image_token)
+            return [*ids[:at], *[self.image_token] * visual, *ids[at + 1 :]]
+        if count != visual:
+            raise PatchlightError(
+                f"the prompt of {self.name} has {count} image tokens, but an image of {size[0]} x {size[1]} pixels "
+                f"makes {visual}: several images, or an image cut into tiles, are not supported; give one image and a "
+                "processor that does not split it (do_image_splitting=False, crop_to_patches=False)"
+            )
+        return ids
+
+    def _ids(self, prompt: str, size: tuple[int, ...]) -> list[int]:
+        self._check()
+        token = str(self.tokenizer.convert_ids_to_tokens(self.image_token) or "")
+        writer = self.tokenizer if self.processor is None else self.processor
+        try:
+            if getattr(writer, "chat_template", None):
+                content: Any = f"{token}\n{prompt}"
+                if self.processor is not None:
+                    content = [{"type": "image"}, {"type": "text", "text": prompt}]
+                said = [{"role": "user", "content": content}]
+                text = writer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            else:
+                text = prompt if token in prompt else f"{token}{prompt}"
+            if self.processor is None:
+                return [int(i) for i in self.tokenizer(text)["input_ids"]]
+            blank = Image.new("RGB", (size[1], size[0]), (128, 128, 128))
+            return [int(i) for i in self.processor(text=text, images=blank)["input_ids"][0]]
+        except Exception as error:
+            raise PatchlightError(
+                f"the {type(writer).__name__} of {self.name} cannot read the prompt {prompt!r}: {first_line(error)}"
+            ) from error
+
+    def answer(self, answer: str | Sequence[int]) -> list[int]:
+        """The ids of an answer."""
+        if isinstance(answer, str):
+            self._check()
+            ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        else:
+            ids = answer
+        if len(ids) == 0:
+            raise PatchlightError(f"the answer {answer!r} is 0 tokens; give an answer of at least one word")
+        return [int(i) for i in ids]
+
+    def pieces(self, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of an answer, and where in it each token is."""
+        if self.tokenizer is None or isinstance(self.tokenizer, NoTokenizer):
+            texts = ["".join(f"token{i} " for i in ids[:count]) for count in range(len(ids) + 1)]
+        else:
+            texts = [self.tokenizer.decode(list(ids[:count])) for count in range(len(ids) + 1)]
+        spans = [(min(len(a), len(b)), len(b)) for a, b in pairwise(texts)]
+        return texts[-1], spans
+
+    def words(self, ids: Sequence[int]) -> list[tuple[str, list[int]]]:
+        """The words of an answer, and which of its tokens overlap each."""
+        text, spans = self.pieces(ids)
+        found = []
+        for match in _WORD.finditer(text):
+            tokens = [i for i, (begin, end) in enumerate(spans) if begin < match.end() and end > match.start()]
+            found.append((match.group(), tokens))
+        return found

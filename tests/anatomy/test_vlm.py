@@ -1,0 +1,330 @@
+"""Vision-language models: parts, removal and answers, on tiny random models of each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patchlight as pl
+from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
+from tests.vlm_models import IMAGE, NAMES, build
+
+transformers = pytest.importorskip("transformers")
+PROMPT, ANSWER = [1, 7, IMAGE, 8, 9], [11, 12, 13]
+
+
+def size_of(name: str) -> tuple[int, int]:
+    return (112, 84) if name.startswith("qwen") else (64, 64)
+
+
+_OPENED: dict[Any, Any] = {}
+
+
+def opened(name: str, place: str = "tower") -> Any:
+    if (name, place) not in _OPENED:
+        model = _OPENED[name, "tower"].model if (name, "tower") in _OPENED else build(name)
+        _OPENED[name, place] = pl.wrap(model, preprocess=pl.Preprocess(size_of(name)), place=place)
+    return _OPENED[name, place]
+
+
+def image_of(name: str, count: int = 1) -> Tensor:
+    return torch.randn(count, 3, *size_of(name), generator=torch.Generator().manual_seed(1))
+
+
+def asked(name: str, place: str = "tower", **more: Any) -> Any:
+    more = {"answer": ANSWER, "words": ["token11", "token13"], "force": True, **more}
+    return opened(name, place).ask(pl.heads.Answer(PROMPT, **more)).prepared(image_of(name))
+
+
+def close(a: Tensor, b: Tensor, limit: float = 2e-6) -> None:
+    assert a.shape == b.shape
+    assert float((a - b).abs().max()) <= limit * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("place", ["tower", "language"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_parts_are_the_plain_model(name: str, place: str) -> None:
+    vit, image = asked(name, place), image_of(name)
+    with vit.steady():
+        close(vit.readout(vit.run(vit.embed(image))), vit.whole(image))
+    assert vit.visual == {"llava": 16, "paligemma": 16, "qwen2_5_vl": 12}.get(name, 4)
+    assert vit.merge_size == (1 if vit.visual == 16 else 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_at_pixels_is_that_of_the_plain_model(name: str) -> None:
+    vit, image = asked(name), image_of(name)
+    gradients = []
+    for run in (lambda x: vit.readout(vit.run(vit.embed(x))), vit.whole):
+        leaf = image.clone().requires_grad_()
+        with vit.steady():
+            gradients.append(torch.autograd.grad(run(leaf)[:, 1].sum(), leaf)[0])
+    close(*gradients, limit=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_removed_visual_tokens_are_hidden_keys(name: str) -> None:
+    """Positions, rotary tables and masks are gathered; the sequence without tokens equals one that hides their keys."""
+    vit, image = asked(name, "language"), image_of(name)
+    keep = torch.tensor([[0, 2, vit.visual - 1]])
+    with vit.steady():
+        kept, hidden = vit.drop_and_hide(vit.embed(image), keep)
+        close(kept, hidden)
+        assert not torch.allclose(kept, vit.gather(vit.run(vit.embed(image)), keep), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llava", "paligemma"])
+@torch.no_grad()
+def test_removed_patches_are_hidden_keys_of_the_tower(name: str) -> None:
+    vit, image, keep = asked(name), image_of(name), torch.tensor([[0, 5, 6, 15]])
+    with vit.steady():
+        close(*vit.drop_and_hide(vit.embed(image), keep))
+        last = vit.run(vit.embed(image), keep=keep)
+        full = vit.run(vit.embed(image)).clone()
+        full[:, vit.fine.places(keep)[0]] = last  # what its projector does to other patches does not matter
+        close(vit.readout(last, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=full), keep), 1))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3", "internvl", "qwen2_5_vl"])
+@torch.no_grad()
+def test_a_square_of_patches_is_one_visual_token(name: str) -> None:
+    vit, image = asked(name), image_of(name)
+    members = vit.fine.members("merge")
+    keep, tokens = members[[0, 3]].flatten()[None], vit.embed(image)
+    with vit.steady():
+        last = vit.run(tokens)
+        shown = vit.gather(last, keep)
+        groups = torch.tensor([[0, 3]])
+        close(vit.readout(shown, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=last), groups), 1))
+        with pytest.raises(Unsupported, match="pools 2 x 2 patches into one visual token, so a single patch"):
+            vit.readout(vit.gather(last, keep[:, 1:]), keep[:, 1:])
+    with pytest.raises(Unsupported, match="unit='merge' works"):
+        pl.explain(vit, image, "rise", unit="token", samples=4)
+    att = pl.explain(vit, image, "rise", unit="merge", level="token", samples=16, target=0)
+    cells = att.scores.flatten()[members]
+    assert torch.equal(cells.amax(1), cells.amin(1))
+
+
+@torch.no_grad()
+def test_qwen_removes_squares_exactly_inside_its_windows() -> None:
+    """Windows become shorter: the same as the tower on a list of tokens with the others' keys hidden."""
+    vit, image = asked("qwen2_5_vl"), image_of("qwen2_5_vl")
+    keep = vit.fine.members("merge")[[0, 1, 4, 9]].flatten()[None]
+    with vit.steady():
+        tokens = vit.embed(image)
+        short = vit.run(tokens, keep=keep)
+        places, hidden = vit.fine.places(keep)[0], tokens
+        for index in range(vit.depth):
+            hidden = _hide_keys(vit, index, hidden, places)
+        close(short, hidden[:, places])
+        both = torch.cat([keep, keep.flip(1)])
+        two = vit.run(tokens.expand(2, -1, -1), keep=both)
+        close(two[0], short[0])
+        close(two[1].flip(0), short[0])
+
+
+def _hide_keys(vit: Any, index: int, tokens: Tensor, seen: Tensor) -> Tensor:
+    """A block of the tower by its own formula, where each token attends to the seen tokens of its window."""
+    block, call = vit.blocks[index], vit.calls[index]
+    x, (cos, sin) = tokens[0], call.named["position_embeddings"]
+    n = block.norm1(x)
+    q, k, v = block.attn.qkv(n).view(len(n), 3, 4, 8).unbind(1)
+
+    def turned(t: Tensor) -> Tensor:
+        half = torch.cat([-t[..., 4:], t[..., :4]], -1)
+        return t * cos[:, None] + half * sin[:, None]
+
+    window = torch.searchsorted(call.named["cu_seqlens"][1:].contiguous(), torch.arange(len(n)), right=True)
+    allowed = (window[:, None] == window) & torch.zeros(len(n), dtype=torch.bool).index_fill(0, seen, True)
+    scores = torch.einsum("ihd,jhd->hij", turned(q), turned(k)) / 8**0.5
+    mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(~allowed, -1e30).softmax(-1), v)
+    x = x + block.attn.proj(mixed.flatten(1))
+    return (x + block.mlp(block.norm2(x)))[None]
+
+
+@torch.no_grad()
+def test_qwen_patches_stand_in_squares_and_windows() -> None:
+    """A change of one patch moves the token that `order` says, which is not the one in reading order."""
+    vit, image = opened("qwen2_5_vl"), image_of("qwen2_5_vl")
+    assert vit.layout.order is not None
+    for cell in (0, 8, 21, 47):
+        row, column = divmod(cell, 6)
+        changed = image.clone()
+        changed[:, :, 14 * row : 14 * row + 14, 14 * column : 14 * column + 14] += 1
+        moved = (vit.embed(image) != vit.embed(changed)).any(2)[0].nonzero().flatten().tolist()
+        assert moved == [vit.layout.order[cell]]
+
+
+@torch.no_grad()
+def test_llava_does_not_read_its_last_block() -> None:
+    vit, image = opened("llava"), image_of("llava")
+    assert vit.depth == 3
+    assert "reads block 2 last" in vit.note
+    model = build("llava")
+    nn.init.constant_(model.model.vision_tower.encoder.layers[3].mlp.fc2.bias, torch.nan)
+    ids = torch.tensor([[1, *[IMAGE] * 16, 8, 9]])
+    assert torch.equal(
+        model(input_ids=ids, pixel_values=image).logits, vit.model(input_ids=ids, pixel_values=image).logits
+    )
+
+
+@torch.no_grad()
+def test_without_an_image_the_language_model_reads_text_at_its_positions() -> None:
+    vit = asked("llava")
+    none = torch.zeros(1, 0, dtype=torch.long)
+    logs = vit.answer_logs(vit.see_visual(image_of("llava")), none)[0]
+    net: Any = vit.net.model.language_model
+    places = torch.tensor([[0, 1, 18, 19, 20, 21, 22]])
+    text = net.embed_tokens(torch.tensor([[1, 7, 8, 9, *ANSWER]]))
+
+    def read(**more: Any) -> Tensor:
+        out = vit.net.lm_head(net(inputs_embeds=text, use_cache=False, **more).last_hidden_state)[:, 3:6]
+        return out.log_softmax(-1).gather(2, torch.tensor(ANSWER)[None, :, None])[..., 0]
+
+    close(logs, read(position_ids=places, attention_mask=torch.ones(1, 7)))
+    assert float((logs - read(position_ids=places)).abs().max()) > 1e-3  # gaps are taken for packed sequences
+    assert float((logs - read(attention_mask=torch.ones(1, 7))).abs().max()) > 1e-3  # positions are renumbered
+
+
+@torch.no_grad()
+def test_masks_of_gemma3_are_gathered_not_rebuilt() -> None:
+    vit, image = asked("gemma3", "language"), image_of("gemma3")
+    keep = torch.tensor([[0, 3]])
+    visual = vit.see_visual(image)
+    logs = vit.answer_logs(visual, keep)[0]
+    vit.transcript.recent.clear()
+    masks = [call["attention_mask"] for call in vit.transcript.calls]
+    assert not torch.equal(masks[0], masks[1])  # sliding and full
+    order = torch.cat([torch.arange(2), torch.arange(7, 9), torch.arange(4), torch.arange(4)])
+    assert len(order) > 0
+    rebuilt = [dict(call, attention_mask=masks[1].tril()) for call in vit.transcript.calls]
+    wrong = vit.ask(vit.question, bind=False)
+    wrong.head.transcript = type(vit.transcript)(**{**vars(vit.transcript), "calls": rebuilt, "recent": []})
+    try:
+        assert float((wrong.answer_logs(visual, keep)[0] - logs).abs().max()) > 1e-2
+    finally:
+        wrong.head.transcript = vit.transcript
+
+
+@torch.no_grad()
+def test_paligemma_does_not_see_later_words() -> None:
+    """The answer is marked as the suffix; as a prefix, its earlier tokens would attend to the later ones."""
+    image, first = image_of("paligemma"), []
+    for last in (13, 55):
+        vit = asked("paligemma", answer=[11, 12, last], words="all")
+        first.append(vit.answer_logs(vit.see_visual(image))[0][:, :2])
+    assert torch.equal(first[0], first[1])
+    vit, outs = opened("paligemma"), []
+    for last in (13, 55):
+        ids = torch.tensor([[*[IMAGE] * 16, 8, 9, 11, 12, last]])
+        outs.append(vit.net(input_ids=ids, pixel_values=image, token_type_ids=torch.zeros_like(ids)).logits[:, :-1])
+    assert float((outs[0] - outs[1]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llava", "paligemma", "qwen2_5_vl"])
+@torch.no_grad()
+def test_teacher_forcing_is_the_sum_of_single_steps(name: str) -> None:
+    vit, image = asked(name), image_of(name)
+    logs, prompt = vit.answer_logs(vit.see_visual(image))[0][0], vit.transcript.prompt
+    for step, token in enumerate(ANSWER):
+        ids = torch.cat([prompt, torch.tensor(ANSWER[:step], dtype=torch.long)])
+        single = vit.call(image, ids, step).logits[0, -1].log_softmax(-1)[token]
+        close(logs[step], single)
+    every = asked(name, words="all").whole(image)[0, 0]
+    each = asked(name, words=["token11", "token12", "token13"]).whole(image)[0, :3]
+    close(each.sum(), every)
+    close(asked(name, words="all").whole(image)[0, 1], (every / 3).exp())
+
+
+@pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen2_5_vl"])
+@torch.no_grad()
+def test_several_answers_are_read_in_one_sequence(name: str) -> None:
+    image, choices = image_of(name), [[11, 12], [40], [41, 42, 43]]
+    vit = opened(name).ask(pl.heads.Answer(PROMPT, choices=choices)).prepared(image)
+    logits = vit.readout(vit.run(vit.embed(image)))[0]
+    for choice, found in zip(choices, logits, strict=True):
+        alone = asked(name, answer=choice, words="all").whole(image)[0, 0]
+        close(found, alone, limit=1e-5)
+    against = asked(name, against=[40], words="all")
+    value = against.readout(against.run(against.embed(image)))[0]
+    close(value[0], asked(name, words="all").whole(image)[0, 0] - logits[1], limit=1e-5)
+    close(value[1], value[0].sigmoid())
+
+
+@torch.no_grad()
+def test_the_prior_is_the_answer_without_the_image() -> None:
+    vit, image = asked("llava", against="prior"), image_of("llava")
+    logs = vit.answer_logs(vit.see_visual(image))[0][0]
+    prior = vit.answer_logs(vit.see_visual(image), torch.zeros(1, 0, dtype=torch.long))[0][0]
+    words = vit.question.words
+    assert [word.word for word in words] == ["token11", "token12", "token13"]
+    close(torch.tensor([word.gain for word in words]), logs - prior)
+    close(torch.tensor([word.probability for word in words]), logs.exp())
+    values = vit.whole(image)[0]
+    close(values[:2], (logs - prior)[[0, 2]])
+    close(values[2:], torch.ones(2), limit=1e-4)  # from 0 without the image to 1 with it
+
+
+def test_a_generated_answer_is_held_and_its_visual_words_are_explained() -> None:
+    vit, image = opened("llava"), image_of("llava")
+    head = pl.heads.Answer(PROMPT, force=True)
+    att = pl.explain(vit, image, "ixg", head=head)
+    (words,) = att.words
+    assert len(words) == 64 == len(att.labels)  # it never ends
+    ids = torch.tensor([1, 7, *[IMAGE] * 16, 8, 9])
+    assert words[0].word == f"token{int(vit.call(image, ids).logits[0, -1].argmax())}"
+    one = pl.explain(vit, image, "ixg", head=head, target=att.labels[3])
+    torch.testing.assert_close(one.scores, att.scores[:, 3])
+    assert att.words == one.words
+    value = pl.evaluate(vit, image, one, "ins-del", unit="token", steps=4).values
+    assert bool(value.isfinite().all())
+
+
+def test_sentences_of_refusals() -> None:
+    vit, image = opened("llava"), image_of("llava")
+
+    def explain(prompt: Any = PROMPT, **more: Any) -> None:
+        pl.explain(vit, image, "ixg", head=pl.heads.Answer(prompt, **more))
+
+    with pytest.raises(PatchlightError, match=r"the answer \[\] is 0 tokens"):
+        explain(answer=[])
+    with pytest.raises(PatchlightError, match=r"is 3 tokens and none of them lies in words=\['cat'\]"):
+        explain(answer=ANSWER, words=["cat"], force=True)
+    with pytest.raises(PatchlightError, match="has no place for the image"):
+        explain([1, 7, 8], answer=ANSWER)
+    with pytest.raises(PatchlightError, match="has 20 image tokens, but an image of 64 x 64 pixels makes 16"):
+        explain([1, *[IMAGE] * 20, 8], answer=ANSWER)
+    with pytest.raises(PatchlightError, match="no processor or tokenizer"):
+        explain("What is it?")
+    with pytest.raises(PatchlightError, match="the prompt ends with the image"):
+        explain([1, IMAGE], answer=ANSWER)
+    least = _least(vit, image)
+    with pytest.warns(DegenerateMap), pytest.raises(PatchlightError, match="the image adds almost nothing"):
+        explain(answer=ANSWER, words=least)
+    with pytest.warns(DegenerateMap, match="is not what LlavaForConditionalGeneration says for this image"):
+        explain(answer=ANSWER, words="all")
+    with pytest.raises(PatchlightError, match="choices are complete answers"):
+        pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
+    with pytest.raises(PatchlightError, match="place is 'end'"):
+        pl.wrap(vit.model, preprocess=pl.Preprocess((64, 64)), place="end")
+    with pytest.raises(PatchlightError, match="does not take an image of 60 x 64 pixels"):
+        pl.wrap(vit.model, preprocess=pl.Preprocess((60, 64)))
+    with pytest.raises(Unsupported, match="norms and gated MLPs of its language model have no rule yet"):
+        pl.explain(opened("llava", "language"), image, "ixg.libra", head=pl.heads.Answer(PROMPT, ANSWER, force=True))
+    with pytest.raises(PatchlightError, match="a model for answers; give head="):
+        pl.explain(vit, image)
+
+
+def _least(vit: Any, image: Tensor) -> list[str]:
+    """A word of an answer that the image adds almost nothing to."""
+    head = pl.heads.Answer(PROMPT, list(range(11, 60)), words="all", force=True)
+    words = vit.ask(head).prepared(image).question.words
+    gains = {word.word: abs(word.gain) for word in words if word.word in ("token11", "token12", "token13")}
+    if min(gains.values()) >= 0.1:
+        pytest.skip("each word gains from the image")
+    return [min(gains, key=lambda word: gains[word])]
