@@ -502,7 +502,7 @@ class AnswersAnatomy(TaskAnatomy):
         if self._packed:
             return None  # windows become shorter
         keep = (self.fine.sets("merge") % 2 == 0).nonzero()[:, 0][None].to(tokens.device)
-        for self._masked in (False, True):
+        for self.masked in (False, True):
             try:
                 kept, hidden = self.drop_and_hide(tokens, keep)
             except Exception as error:
