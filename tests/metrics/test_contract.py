@@ -134,6 +134,21 @@ def by_class_and_blind(scene: Scene) -> tuple[MapFunction, MapFunction]:
     return by_class, still_and_nervous(scene)[0]
 
 
+def levels_of_the_model(scene: Scene) -> tuple[MapFunction, MapFunction]:
+    """Values that are orderly on the model alone, and on every other model alone."""
+    first = next(scene.vit.model.parameters()).detach().clone()
+
+    def method(orderly: bool) -> MapFunction:
+        def maps(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+            same = torch.equal(next(vit.model.parameters()).to(first), first)
+            ramp = torch.arange(vit.grid[0] * vit.grid[1]).float().view(1, *vit.grid).expand(len(given), -1, -1)
+            return (ramp > 5).float() if same == orderly else ramp
+
+        return maps
+
+    return method(True), method(False)
+
+
 def another_and_the_same_noise(scene: Scene) -> tuple[Tensor, Tensor]:
     size = scene.vit.preprocess.size
     same = torch.rand(10, *size, generator=torch.Generator().manual_seed(0))[:1].expand(COUNT, -1, -1)
@@ -150,6 +165,8 @@ PREFERS: dict[str, Pair] = {
     "randomisation": model_and_image,
     "random-floor": another_and_the_same_noise,
     "class-similarity": by_class_and_blind,
+    "stability": still_and_nervous,
+    "random-entropy": levels_of_the_model,
 }
 """Of each metric, maps of which it must prefer the first; those that take parts of images away: see below."""
 OF_MAPS = sorted(set(METRICS) - {"fact"})
@@ -198,9 +215,13 @@ CHANCE: dict[str, Callable[[Scene], Tensor]] = {
     "gt-known-loc": whole_image_hits,
     "top1-loc": lambda s: whole_image_hits(s) * known(s),
     "sparseness": lambda s: torch.full((COUNT,), 1 / 3).double(),
-    **dict.fromkeys(("ins-del", "srg", "saco", "faithfulness-correlation"), lambda s: torch.zeros(COUNT).double()),
+    **dict.fromkeys(
+        ("ins-del", "srg", "saco", "faithfulness-correlation", "f-fidelity", "faithfulness-estimate"),
+        lambda s: torch.zeros(COUNT).double(),
+    ),
     "max-sensitivity": lambda s: torch.zeros(COUNT).double(),
     **dict.fromkeys(("randomisation", "class-similarity"), lambda s: torch.ones(COUNT).double()),
+    **dict.fromkeys(("stability", "random-entropy"), lambda s: torch.zeros(COUNT).double()),
     "random-floor": lambda s: torch.zeros(COUNT).double(),
 }
 """The value of maps drawn from U(0, 1), where it can be written down; of explainers, of one that draws so by seed."""
@@ -232,6 +253,8 @@ def variants() -> list[tuple[str, dict[str, Any]]]:
     for direction in ("positive", "negative"):
         found += [("perturbation", {"direction": direction, "quantity": q}) for q in ("probability", "kl", "nll")]
     found += [("perturbation", {"integrator": how, "unit": "patch"}) for how in ("unit", "width")]
+    found.remove(("faithfulness-estimate", {"preset": "nguyen"}))  # a map and its negative are alike to it
+    found[found.index(("faithfulness-estimate", {}))][1]["score"] = "logit"  # one patch does not move the probability
     return found + [(name, {"quantity": "aopc", "form": f}) for name in TOKENS for f in ("area", "percent", "higher")]
 
 

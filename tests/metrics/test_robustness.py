@@ -17,6 +17,7 @@ from patchlight.core.targets import Targets
 from patchlight.metrics.robustness import draws
 from patchlight.study.sources import map_function
 from tests.families import images, shared
+from tests.literal.toys import Linear
 from tests.reference import deit_tiny, inputs, reference, shared_dir
 
 
@@ -196,3 +197,55 @@ def test_a_fresh_attribution_is_not_explained_again() -> None:
     doubled = dataclasses.replace(maps, scores=2 * maps.scores)
     torch.testing.assert_close(sensitivity(doubled, samples=2, radius=0.05), anew, rtol=1e-4, atol=0)
     assert (sensitivity(doubled, samples=2, radius=0.05, current=True) > 0.4).all(), "it takes the caller's word"
+
+
+def contributions(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+    """What each pixel adds to the logit of a linear model: at the size of the image where it has one channel."""
+    return (given * vit.model.weight.detach()[targets.index[:, 0]]).sum(1)
+
+
+def slopes(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+    return vit.model.weight.detach()[targets.index[:, 0]].sum(1)
+
+
+def stable(method: Any, **settings: Any) -> pl.Evaluation:
+    weight = torch.randn(3, 1, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    vit = Linear(weight)
+    x = torch.rand(2, 1, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    return pl.evaluate(vit, x, method, "stability", target=0, **{"samples": 5, "radius": 0.01, **settings})
+
+
+def test_stability_of_a_linear_model() -> None:
+    """Contributions w x change by w d: at most max |w| for each step, and by as large a part as the image does."""
+    weight = torch.randn(3, 1, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.rand(2, 1, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    d = draws((1, 4, 8), 5, 0.01, 0).double()
+    found = stable(contributions)
+    for i in range(2):
+        largest = float((x[i] * weight[0]).abs().max())
+        wanted = max(float((weight[0] * one).norm() / one.norm()) for one in d) / largest
+        assert float(found.values[i]) == pytest.approx(wanted, rel=1e-4)
+    assert torch.equal(stable(slopes).values, torch.zeros(2, dtype=torch.float64))
+    ones = torch.ones(2, dtype=torch.float64)
+    relative = stable(contributions, change="relative", per="relative-input")
+    torch.testing.assert_close(relative.values, ones, atol=1e-6, rtol=1e-6)
+    brighter = stable(contributions, preset="ris", samples=4, radius=0.02, low=0.02)
+    torch.testing.assert_close(brighter.values, ones, atol=1e-6, rtol=1e-6)
+    one = draws((1, 4, 8), 1, 0.01, 0).double()
+    by_output = stable(contributions, samples=1, change="relative", per="output").values
+    step = ((weight * one).flatten(1).sum(1)).norm()
+    for i in range(2):
+        assert float(by_output[i]) == pytest.approx(float((one / x[i]).norm() / step), rel=1e-4)
+    by_tokens = stable(contributions, samples=1, change="relative", per="tokens").values
+    assert (by_tokens > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore::patchlight.UndefinedMetric")
+def test_noise_that_changes_the_prediction_does_not_count() -> None:
+    few = stable(contributions, radius=3.0, samples=40)
+    assert (few.parts["kept"] > 0).all()
+    assert (few.parts["kept"] < 1).all()
+    none = stable(contributions, radius=3.0, samples=1, seed=0)
+    lost = none.parts["kept"] == 0
+    assert torch.equal(lost, none.values.isnan())
+    assert all(bool(reason) == bool(gone) for reason, gone in zip(none.reasons, lost, strict=True))

@@ -17,7 +17,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import average_ranks
 from patchlight.core.targets import Targets
-from patchlight.metrics.sanity import hog, random_parameters, spearman, ssim, stages, twin
+from patchlight.metrics.sanity import hog, random_parameters, spearman, ssim, stages, twin, value_entropy
 from patchlight.study.sources import map_function
 from tests.close import within
 from tests.families import STRUCTURAL, build, images, shared
@@ -229,3 +229,56 @@ def test_a_model_described_by_functions_cannot_be_copied() -> None:
     loose = described(model, embed=lambda given: model.embed(given), readout=model.read)
     with pytest.raises(pl.Unsupported, match="described by functions"):
         pl.evaluate(loose, x, heat, "randomisation", target=0)
+
+
+def test_entropy_of_values_by_hand() -> None:
+    """Two values, half each: ln 2; values that fill all bins alike: ln of their number; a constant: 0."""
+    half = torch.tensor([0.0, 1.0]).repeat(50).view(1, 10, 10)
+    ramp = torch.arange(100.0).view(1, 10, 10)
+    found = value_entropy(torch.cat([half, ramp, 3 * ramp + 5, torch.ones(1, 10, 10)]))
+    expected = torch.tensor([2.0, 100.0, 100.0, 1.0], dtype=torch.float64).log()
+    torch.testing.assert_close(found, expected)
+    one = torch.zeros(1, 4, 4)
+    one[0, 0, 0] = 1
+    assert float(value_entropy(one)) == pytest.approx(-(1 / 16) * np.log(1 / 16) - (15 / 16) * np.log(15 / 16))
+
+
+def test_entropy_of_random_weights() -> None:
+    """0 for a method that ignores the model; else that of the model of which every parameter is random."""
+    vit = shared("vit")
+    x = images(vit, 2)
+
+    def still(model: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        return given[:, 0, ::16, ::16]
+
+    assert torch.equal(pl.evaluate(vit, x, still, "random-entropy", target=1).values, torch.zeros(2).double())
+    found = pl.evaluate(vit, x, "ixg", "random-entropy", target=1).values
+    other = twin(vit)
+    other.model.load_state_dict(random_parameters(vit.model, 0), strict=False)
+    before, after = (value_entropy(pl.explain(m, x, "ixg", 1).scores) for m in (vit, other))
+    torch.testing.assert_close(found, (after - before) / before)
+
+
+def test_smoothed_randomisation_averages_noisy_copies() -> None:
+    vit = shared("vit")
+    x = images(vit, 2)
+    seen: list[Tensor] = []
+
+    def method(model: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
+        seen.append(given)
+        with torch.no_grad():
+            return model.patches(model.run(model.embed(given)).sum(-1))
+
+    plain = pl.evaluate(vit, x, method, "randomisation", target=1, order="bottom-up")
+    assert all(torch.equal(given, x) for given in seen)
+    depth = plain.curve.shape[1]
+    seen.clear()
+    smooth = pl.evaluate(vit, x, method, "randomisation", target=1, order="bottom-up", denoise=3)
+    assert len(seen) >= 3 * depth
+    noise = seen[-1] - x
+    deviation = (x.flatten(1).amax(1) - x.flatten(1).amin(1)) / 10
+    torch.testing.assert_close(noise.flatten(1).std(1), deviation, rtol=0.05, atol=0)
+    assert torch.equal(smooth.curve[:, 0], torch.ones(2).double())
+    assert not torch.equal(smooth.curve[:, 1:], plain.curve[:, 1:])
+    last = pl.evaluate(vit, x, method, "randomisation", target=1).curve[:, -1]
+    torch.testing.assert_close(plain.curve[:, -1], last)  # everything is random in the end, whatever the order

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.core.errors import UndefinedMetric
-from patchlight.metrics.subsets import pearson, random_sets
+from patchlight.core.statistics import pearson
+from patchlight.metrics.subsets import random_sets
 from tests.families import images, shared
 from tests.literal.toys import linear
 
@@ -167,3 +168,39 @@ def test_it_is_quantus_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     )(model=vit.model, x_batch=batch.numpy(), y_batch=np.array([1, 1]), a_batch=spread.numpy(), device="cpu")
     found = value(vit, batch, maps, "faithfulness-correlation", samples=12, shares=(0.4,), target=1)
     torch.testing.assert_close(found, torch.tensor(theirs, dtype=torch.float64), atol=1e-4, rtol=0)
+
+
+def test_an_estimate_takes_patches_one_by_one() -> None:
+    """Each patch's own effect: 1 and -1 for an additive model; its size alone ranks a map and its negative alike."""
+    vit, batch, exact = additive()
+    ones = torch.ones(2, dtype=torch.float64)
+    for maps, sign in ((exact, 1), (3 * exact, 1), (-exact, -1)):
+        torch.testing.assert_close(value(vit, batch, maps, "faithfulness-estimate"), sign * ones)
+        torch.testing.assert_close(value(vit, batch, maps, "faithfulness-estimate", preset="nguyen"), ones)
+    other = torch.rand(exact.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = value(vit, batch, other, "faithfulness-estimate")
+    expected = [torch.corrcoef(torch.stack([other[i].flatten(), exact[i].flatten()]))[0, 1] for i in range(2)]
+    torch.testing.assert_close(found, torch.stack(expected))
+    grouped = value(vit, batch, other, "faithfulness-estimate", groups=3)
+    for i in range(2):
+        order = other[i].flatten().argsort(descending=True)
+        sums = [[m.flatten()[order[5 * k : 5 * k + 5]].sum() for k in range(3)] for m in (other[i], exact[i])]
+        assert float(grouped[i]) == pytest.approx(float(torch.corrcoef(torch.tensor(sums))[0, 1]), abs=1e-6)
+
+
+def test_f_fidelity_of_an_additive_model() -> None:
+    """The drops are the mean of hidden effects: in expectation the chance times the sum of the highest, or the rest."""
+    vit, batch, exact = additive()
+    settings = {"metric": "f-fidelity", "samples": 4000, "shares": (0.4, 0.6), **LOGITS}
+    found = pl.evaluate(vit, batch, exact, {"F": settings}, 0)["F"]
+    ordered = exact.flatten(1).sort(1, descending=True).values
+    plus, minus = [], []
+    for size in (6, 9):
+        plus.append(min(0.5, 1.5 / size) * ordered[:, :size].sum(1))
+        minus.append(min(0.5, 1.5 / (15 - size)) * ordered[:, size:].sum(1))
+    for name, expected in (("plus", plus), ("minus", minus)):
+        wanted = torch.stack(expected).mean(0).float()
+        torch.testing.assert_close(found.parts[name].float(), wanted, atol=0.05 * float(exact.abs().max()), rtol=0.05)
+    torch.testing.assert_close(found.values, found.parts["plus"] - found.parts["minus"])
+    turned = value(vit, batch, -exact, "f-fidelity", samples=4000, shares=(0.4, 0.6))
+    torch.testing.assert_close(turned, -found.values, atol=0.1 * float(exact.abs().max()), rtol=0.1)

@@ -147,6 +147,13 @@ def average_ranks(values: Tensor) -> Tensor:
     return torch.empty_like(ranks).scatter_(1, order, ranks)
 
 
+def pearson(a: Tensor, b: Tensor) -> Tensor:
+    """The correlation of the rows of a and b [B,R]; NaN where a row is constant."""
+    a, b = (values - values.mean(1, keepdim=True) for values in (a, b))
+    correlation: Tensor = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+    return correlation
+
+
 def spearman(a: Tensor, b: Tensor) -> Tensor:
     """Rank correlation [B] of rows [B,n]; 0 if one of them is constant."""
     a, b = (r - r.mean(1, keepdim=True) for r in (average_ranks(a), average_ranks(b)))

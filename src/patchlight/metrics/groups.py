@@ -1,4 +1,4 @@
-"""SaCo: groups of cells are replaced one at a time; more salient groups should have more effect."""
+"""Groups of cells are replaced one at a time: more salient groups should have more effect (SaCo, estimates)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
 from patchlight.core.resize import Upsampling
-from patchlight.core.statistics import constant
+from patchlight.core.statistics import constant, pearson, spearman
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
@@ -71,7 +71,20 @@ def saco(
         ties: How pairs of equal effect count: as faithful, as in the paper, where a model that ignores the image scores
             1, or as neither ("neutral").
     """
+    salience, effect, x = _groups(ask, groups, Removal(fill, unit, upsampling), target_class, score)
+    values, tied = faithfulness(salience, effect, ties)
+    dead = constant(ask.maps.flatten(1)) | values.isnan()
+    reasons = {int(n): "the map is constant: no group is more salient than another" for n in dead.nonzero().flatten()}
+    return Measured(values, effect, x, {"tied": tied}, reasons)
+
+
+def _groups(
+    ask: Measure, groups: int | None, removal: Removal, target_class: TargetClass, score: MeasuredScore
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of the map over groups [B,K] in falling order, effects of replacing each alone [B,K], and their ends [K]."""
+    unit, upsampling = removal.unit, removal.upsampling
     cells = count_cells(ask, unit)
+    groups = cells if groups is None else groups
     if groups > cells:
         raise PatchlightError(f"groups={groups} cannot be made of {cells} cells; give at most {cells}, or unit='pixel'")
     edges = torch.arange(groups + 1) * cells // groups
@@ -80,9 +93,50 @@ def saco(
     group = torch.bucketize(ranks, edges[1:].to(ranks), right=True)
     salience = maps.new_zeros(len(maps), groups).scatter_add_(1, group, maps)
     targets = ask.of(target_class)
-    logits = ranged_logits(ask, edges[:-1], edges[1:], Removal(fill, unit, upsampling))
+    logits = ranged_logits(ask, edges[:-1], edges[1:], removal)
     effect = scored(ask.logits()[:, None], targets, ask, score) - scored(logits, targets, ask, score)
-    values, tied = faithfulness(salience, effect, ties)
-    dead = constant(ask.maps.flatten(1)) | values.isnan()
-    reasons = {int(n): "the map is constant: no group is more salient than another" for n in dead.nonzero().flatten()}
-    return Measured(values, effect, edges[1:].double() / cells, {"tied": tied}, reasons)
+    return salience, effect, edges[1:].double() / cells
+
+
+@register_metric(
+    "faithfulness-estimate",
+    paper="Alvarez-Melis and Jaakkola, NeurIPS 2018; Nguyen and Martinez, 2020",
+    higher_is_better=True,
+    bounds=(-1.0, 1.0),
+    ablates=True,
+    refuses=no_score,
+    cost="groups (every patch) + 1 forwards",
+    presets={"nguyen": {"sizes": True}},
+    quick={"groups": 8},
+)
+def faithfulness_estimate(
+    ask: Measure,
+    groups: Annotated[int | None, Field(ge=3)] = None,
+    fill: Fill = "image-mean",
+    unit: Unit = "patch",
+    sizes: bool = False,
+    target_class: TargetClass = "given",
+    upsampling: Upsampling = "bilinear",
+    score: MeasuredScore = "auto",
+) -> Measured:
+    """Correlation of each patch's score in the map with what replacing that patch alone does to the score.
+
+        corr_i( s_i, f(x) - f(x without group i) )
+
+    Groups follow each other in the falling order of the map, and s_i is the map's sum over a group. An additive model
+    gives its own effects 1 and their negative -1. Preset `nguyen` is the monotonicity correlation: the rank
+    correlation of |s_i| with the size of the effect, which a map and its negative share.
+
+    Args:
+        groups: Number of groups; None: each patch is one.
+        sizes: Takes rank correlation of sizes instead of the correlation of signed values.
+    """
+    salience, effect, x = _groups(ask, groups, Removal(fill, unit, upsampling), target_class, score)
+    effect = effect.to(salience)
+    values = spearman(salience.abs(), effect.abs()) if sizes else pearson(salience, effect)
+    flat = constant(ask.maps.flatten(1)).to(values.device)
+    undefined = flat | constant(effect) | values.isnan()
+    reasons = dict.fromkeys(undefined.nonzero().flatten().tolist(), "replacing any group changes the score alike")
+    reasons |= dict.fromkeys(flat.nonzero().flatten().tolist(), "the map is constant")
+    values[undefined] = torch.nan
+    return Measured(values, effect, x, reasons=reasons)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.anatomy.opened import Anatomy
+from patchlight.core.targets import top_classes
 from patchlight.engine import default_batch_size
 from patchlight.evidence.ablation import Count
 from patchlight.metrics.base import Measure, Measured, register_metric
@@ -61,10 +64,28 @@ def max_sensitivity(
             method does not count.
         chunk: Explanations at once; None: as many as fit in memory.
     """
-    batch, n = len(ask.images), samples
     first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
     first = first.flatten(1)
-    noise = draws(tuple(ask.images.shape[1:]), n, radius, ask.seed).to(ask.images)
+    noise = draws(tuple(ask.images.shape[1:]), samples, radius, ask.seed).to(ask.images)
+
+    def change(maps: Tensor, images: Tensor, owner: Tensor) -> Tensor:
+        size: Tensor = torch.linalg.vector_norm(maps - first[owner], _ORDER[norm], 1)
+        return size
+
+    below: Tensor = torch.linalg.vector_norm(first, _ORDER[norm], 1)
+    largest = _under_noise(ask, noise, change, reseed, chunk).amax(0)
+    return Measured(largest / torch.where(below == 0, 1, below))
+
+
+def _under_noise(
+    ask: Measure,
+    noise: Tensor,
+    change: Callable[[Tensor, Tensor, Tensor], Tensor],
+    reseed: bool = False,
+    chunk: int | None = None,
+) -> Tensor:
+    """For each noise [n,C,H,W] and image, what `change` makes [n,B] of maps [m,N], noisy images, and whose they are."""
+    batch, n = len(ask.images), len(noise)
     # Noise by noise, all images under each: a chunk may contain several noises, but only one seed.
     owner, draw = torch.arange(batch).repeat(n), torch.arange(n).repeat_interleave(batch)
     size = chunk or default_batch_size(ask.vit)
@@ -79,7 +100,99 @@ def max_sensitivity(
         images = ask.images[owner[part]] + noise[draw[part]]
         seed = ask.seed + 1 + int(draw[part.start]) if reseed else ask.seed
         maps = ask.explain(ask.vit, images, ask.targets[owner[part]], seed).flatten(1)
-        changes.append(torch.linalg.vector_norm(maps - first[owner[part]], _ORDER[norm], 1))
-    below = torch.linalg.vector_norm(first, _ORDER[norm], 1)
-    change = torch.cat(changes).view(n, batch).amax(0)
-    return Measured(change / torch.where(below == 0, 1, below))
+        changes.append(change(maps, images, owner[part]))
+    return torch.cat(changes).view(n, batch)
+
+
+def relative(a: Tensor, b: Tensor) -> Tensor:
+    """(a - b) / a element by element, where 0 counts as 1e-6."""
+    ratio: Tensor = (a - b) / torch.where(a == 0, 1e-6, a)
+    return ratio
+
+
+_AGARWAL = {"samples": 200, "change": "relative", "low": 0.02, "radius": 0.2}
+
+
+@register_metric(
+    "stability",
+    paper="Alvarez-Melis and Jaakkola, NeurIPS 2018; Agarwal et al., 2022",
+    aliases=("local-lipschitz",),
+    higher_is_better=False,
+    bounds=(0.0, float("inf")),
+    explains=True,
+    stochastic=True,
+    cost="samples (10) explanations and forwards",
+    presets={
+        "ris": {**_AGARWAL, "per": "relative-input"},
+        "ros": {**_AGARWAL, "per": "output"},
+        "rrs": {**_AGARWAL, "per": "tokens"},
+    },
+    quick={"samples": 2},
+)
+def stability(
+    ask: Measure,
+    samples: Count = 10,
+    radius: Radius = 0.02,
+    low: float | None = None,
+    change: Literal["absolute", "relative"] = "absolute",
+    per: Literal["input", "relative-input", "output", "tokens"] = "input",
+    chunk: Count | None = None,
+) -> Measured:
+    """Largest change of the map under small noise, per change of the image, the logits or the tokens.
+
+        max_j ||Phi(x) - Phi(x + d_j)|| / ||x - (x + d_j)||,   d_j ~ U(-radius, radius),   j = 1..n
+
+    The default is the local Lipschitz estimate, of maps divided by the largest magnitude of Phi(x). Noise that changes
+    the prediction does not count, and parts `kept` is the share that does; an image whose prediction every noise
+    changes has no value. Presets `ris`, `ros` and `rrs` are relative input, output and representation stability: they
+    divide each element's change by the element, so that pixels and scores near 0 decide.
+
+    Args:
+        samples: Number n of noises, sampled from the seed.
+        radius: Largest change of a value of the normalised image.
+        low: Smallest change; None: -radius. The presets only make pixels brighter.
+        change: Whether the map's change is divided by the map, element by element.
+        per: What the change is divided by: that of the image, its elements' relative change, that of the logits, or the
+            relative change of the tokens that leave the last block.
+        chunk: Explanations at once; None: as many as fit in memory.
+    """
+    first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
+    first = first.flatten(1).double()
+    size = first.abs().amax(1, keepdim=True)
+    size = torch.where(size > 0, size, 1)
+    first = first / size
+    noise = draws(tuple(ask.images.shape[1:]), samples, radius, ask.seed)
+    if low is not None:
+        noise = low + (noise + radius) * (radius - low) / (2 * radius or 1)
+    clean, last = _outputs(ask.vit, ask.images)
+    predicted = top_classes(clean, ask.vit.outputs).index
+
+    def ratio(maps: Tensor, images: Tensor, owner: Tensor) -> Tensor:
+        own = owner.to(maps.device)
+        maps = maps.double() / size[own]
+        gap = relative(first[own], maps) if change == "relative" else first[own] - maps
+        logits, tokens = _outputs(ask.vit, images)
+        below = {
+            "input": lambda: ask.images[own] - images,
+            "relative-input": lambda: relative(ask.images[own], images),
+            "output": lambda: clean[own] - logits,
+            "tokens": lambda: relative(last[own], tokens),
+        }[per]()
+        same = (top_classes(logits, ask.vit.outputs).index == predicted[owner.cpu()]).all(1).to(maps.device)
+        step = below.double().flatten(1).norm(dim=1)
+        return torch.where(same, gap.norm(dim=1) / step.clamp_min(1e-12), torch.nan)
+
+    found = _under_noise(ask, noise.to(ask.images), ratio, chunk=chunk)
+    kept = found.isfinite()
+    values = torch.where(kept, found, -torch.inf).amax(0)
+    lost = (~kept.any(0)).nonzero().flatten().tolist()
+    values[lost] = torch.nan
+    reasons = dict.fromkeys(lost, "every noise changes its prediction")
+    return Measured(values, parts={"kept": kept.double().mean(0)}, reasons=reasons)
+
+
+def _outputs(vit: Anatomy, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [B,C] and the tokens [B,N,D] that leave the last block, without gradients."""
+    with torch.no_grad():
+        tokens = vit.run(vit.embed(images))
+        return vit.readout(tokens), tokens

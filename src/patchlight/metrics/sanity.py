@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -31,7 +31,8 @@ Similarity = Annotated[
 ]
 Window = Annotated[Literal["gaussian", "uniform"], Field(description="The window of SSIM.")]
 Cell = Annotated[int, Field(ge=1, description="Pixels along each side of a cell of HOG.")]
-Order = Literal["cascading", "independent"]
+Order = Literal["cascading", "independent", "bottom-up"]
+Denoise = Annotated[int, Field(ge=1)]
 Stage = tuple[str, list[str]]
 """A name, and the parameters that are randomised together."""
 
@@ -176,28 +177,51 @@ def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _randomised_maps(ask: Measure, order: Order) -> tuple[Tensor, list[Tensor]]:
-    """The original maps, and those after each stage."""
+def _random_twin(ask: Measure) -> tuple[Anatomy, list[Stage], dict[str, Tensor]]:
+    """A copy of the model, its stages, and random values of its parameters."""
     if "twin" not in ask.kept:
         other = twin(ask.vit)
         ask.kept["twin"] = other, stages(other), random_parameters(ask.vit.model, ask.seed)
-    other, parts, random = ask.kept["twin"]
+    found: tuple[Anatomy, list[Stage], dict[str, Tensor]] = ask.kept["twin"]
+    return found
+
+
+def _put(vit: Anatomy, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
+    theirs = dict(vit.model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            theirs[name].copy_(values[name])
+
+
+def _smoothed(ask: Measure, vit: Anatomy, denoise: int) -> Tensor:
+    """The mean of the maps of `denoise` copies of each image, all but the last one with noise.
+
+    Its standard deviation is a tenth of the range of the image's values.
+    """
+    maps = ask.explain(vit, ask.images, ask.targets, ask.seed)
+    if denoise == 1:
+        return maps
+    total, generator = maps.double(), torch.Generator().manual_seed(ask.seed)
+    flat = ask.images.flatten(1)
+    deviation = (flat.amax(1) - flat.amin(1)).view(-1, *[1] * (ask.images.ndim - 1)) / 10
+    for _ in range(denoise - 1):
+        noise = torch.randn(ask.images.shape[1:], generator=generator).to(ask.images)
+        total += ask.explain(vit, ask.images + deviation * noise, ask.targets, ask.seed)
+    return total / denoise
+
+
+def _randomised_maps(ask: Measure, order: Order, denoise: int) -> tuple[Tensor, list[Tensor]]:
+    """The original maps, and those after each stage."""
+    other, parts, random = _random_twin(ask)
     own = dict(ask.vit.model.named_parameters())
-    theirs = dict(other.model.named_parameters())
-
-    def put(names: list[str], values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name in names:
-                theirs[name].copy_(values[name])
-
-    first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
+    first = ask.maps if ask.current and denoise == 1 else _smoothed(ask, ask.vit, denoise)
     maps = []
-    put(list(own), own)
-    for _, names in parts:
-        put(names, random)
-        maps.append(ask.explain(other, ask.images, ask.targets, ask.seed))
+    _put(other, own, own)
+    for _, names in reversed(parts) if order == "bottom-up" else parts:
+        _put(other, names, random)
+        maps.append(_smoothed(ask, other, denoise))
         if order == "independent":
-            put(names, own)
+            _put(other, names, own)
     return first, maps
 
 
@@ -209,7 +233,9 @@ def _randomised_maps(ask: Measure, order: Order) -> tuple[Tensor, list[Tensor]]:
     bounds=(-1.0, 1.0),
     explains=True,
     stochastic=True,
-    cost="depth + 3 explanations",
+    cost="depth + 3 explanations, times denoise (1)",
+    presets={"smprt": {"order": "bottom-up", "denoise": 50}},
+    quick={"denoise": 1},
 )
 def randomisation(
     ask: Measure,
@@ -217,6 +243,7 @@ def randomisation(
     similarity: Similarity = "spearman",
     ssim_window: Window = "gaussian",
     cell: Cell = 16,
+    denoise: Denoise = 1,
 ) -> Measured:
     """Similarity of the map to the maps of the same model with randomised layers.
 
@@ -224,17 +251,62 @@ def randomisation(
     sampled from the seed, and a copy of the model is used. A map that stays the same does not explain the model: lower
     is better. Curve [B,S+1]: 1 before anything is random, then one value per stage. A constant map after a stage counts
     0 for Spearman; where the map itself is constant there is no value. depth + 3 explanations per image, shared by all
-    similarities.
+    similarities. Preset `smprt` (Hedström et al., 2024) begins at the embedding and averages each map over 50 copies.
 
     Args:
-        order: "cascading" keeps earlier stages random, "independent" randomises one at a time.
+        order: "cascading" keeps earlier stages random, "bottom-up" does so from the embedding to the head,
+            "independent" randomises one at a time.
+        denoise: Copies of each image whose maps are averaged, all but the last one with noise.
     """
-    first, maps = ask.once(("randomised", order), lambda: _randomised_maps(ask, order))
+    first, maps = ask.once(("randomised", order, denoise), lambda: _randomised_maps(ask, order, denoise))
     curve = torch.stack([similar(ask, first, other, similarity, ssim_window, cell) for other in (first, *maps)], 1)
     found = _similarity_result(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
     broken = (~torch.stack([m.flatten(1).isfinite().all(1) for m in maps]).all(0)).nonzero().flatten().tolist()
     lost = dict.fromkeys(broken, "the map of a randomised model contains NaN or infinite values")
     return replace(found, reasons={**found.reasons, **lost})
+
+
+def value_entropy(maps: Tensor, bins: int = 100) -> Tensor:
+    """The entropy [B] in nats of the histogram of each map's values, over equal bins from its lowest to its highest."""
+    scaled = unit_range(maps).flatten(1)
+    place = (scaled.nan_to_num() * bins).long().clamp_max(bins - 1)
+    share = torch.zeros(len(scaled), bins, dtype=torch.float64, device=scaled.device)
+    share = share.scatter_add_(1, place, torch.ones_like(scaled)) / scaled.shape[1]
+    return torch.where(scaled.isfinite().all(1), torch.special.entr(share).sum(1), torch.nan)
+
+
+@register_metric(
+    "random-entropy",
+    paper="Hedström et al., 2024",
+    aliases=("emprt",),
+    higher_is_better=True,
+    bounds=(-1.0, float("inf")),
+    explains=True,
+    stochastic=True,
+    cost="2 explanations",
+)
+def random_entropy(ask: Measure, bins: Annotated[int, Field(ge=2)] = 100) -> Measured:
+    """How much the values of the map lose order when all weights of the model are random.
+
+        (H(a_random) - H(a)) / H(a),   H the entropy of the histogram of the map's values
+
+    Values are counted wherever they are in the map: a map whose places change and whose values do not has 0. A constant
+    map has an entropy of 0 and no value.
+
+    Args:
+        bins: Bins of the histogram, from the map's lowest value to its highest.
+    """
+    other, parts, random = _random_twin(ask)
+    _put(other, dict(ask.vit.model.named_parameters()), dict(ask.vit.model.named_parameters()))
+    _put(other, [name for _, names in parts for name in names], random)
+    maps = ask.explain(other, ask.images, ask.targets, ask.seed)
+    before = value_entropy(ask.maps, bins)
+    values = (value_entropy(maps, bins) - before) / before
+    broken = values.isnan().nonzero().flatten().tolist()
+    reasons = dict.fromkeys(broken, "the map of the randomised model contains NaN or infinite values")
+    reasons |= dict.fromkeys((before == 0).nonzero().flatten().tolist(), "the map is constant: its entropy is 0")
+    values[list(reasons)] = torch.nan
+    return Measured(values, reasons=reasons)
 
 
 @register_metric(

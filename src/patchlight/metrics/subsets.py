@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -9,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.statistics import constant
+from patchlight.core.statistics import constant, pearson
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
@@ -44,13 +45,6 @@ def set_effects(ask: Measure, sets: Tensor, unit: Removed, fill: Fill) -> tuple[
         filled = fill_images(fill, ask.images, ask.vit, ask.seed)
         logits = ask.ablation.logits(PixelMasks(owner, masks, filled))
     return maps @ hidden.double().T, logits.view(count, len(sets), -1)
-
-
-def pearson(a: Tensor, b: Tensor) -> Tensor:
-    """The correlation of the rows of a and b [B,R]; NaN where a row is constant."""
-    a, b = (values - values.mean(1, keepdim=True) for values in (a, b))
-    correlation: Tensor = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
-    return correlation
 
 
 def _undefined(ask: Measure, effects: Tensor, values: Tensor) -> dict[int, str]:
@@ -154,3 +148,62 @@ def infidelity(
         size = (sums**2).sum(1, keepdim=True)
         sums = sums * ((sums * effects).sum(1, keepdim=True) / size.clamp_min(1e-300)).clamp_min(0)
     return Measured(((sums - effects) ** 2).mean(1))
+
+
+@register_metric(
+    "f-fidelity",
+    paper="Zheng et al., ICLR 2025",
+    aliases=("r-fidelity",),
+    higher_is_better=True,
+    bounds=lambda settings: (-2.0, 2.0) if settings["score"] == "probability" else (-math.inf, math.inf),
+    ablates=True,
+    stochastic=True,
+    refuses=no_score,
+    cost="1 + 2 samples (10) forwards for each share (9)",
+    quick={"samples": 4, "shares": (0.3, 0.7)},
+    presets={"paper": {"samples": 50, "shares": tuple(i / 20 for i in range(1, 20))}},
+)
+def f_fidelity(
+    ask: Measure,
+    samples: Annotated[int, Field(ge=1)] = 10,
+    shares: Annotated[tuple[HiddenShare, ...], Field(min_length=1)] = tuple(i / 10 for i in range(1, 10)),
+    rate: HiddenShare = 0.5,
+    most: HiddenShare = 0.1,
+    fill: Fill = "image-mean",
+    target_class: TargetClass = "given",
+    score: MeasuredScore = "auto",
+) -> Measured:
+    """Drop of the score when a few of the highest patches are hidden at random, minus that for a few of the rest.
+
+        mean over s of ( f(x) - E f(x without some of the s highest) ) - ( f(x) - E f(x without some of the rest) )
+
+    Each patch is hidden with a chance of `rate`, less where more than the share `most` of the image would be hidden: so
+    images stay close to those the model knows. The authors also fine-tune the model on such images; without, as here,
+    they call it R-Fidelity. Random maps have 0 if the shares are symmetric about one half. Parts: `plus` and `minus`,
+    the means of both drops; curve [B,shares]: their difference.
+
+    Args:
+        samples: Random subsets for each share and side.
+        shares: Shares s of the patches that count as the highest.
+        rate: Chance of each patch to be hidden.
+        most: Largest expected share of the image that is hidden.
+    """
+    patches, count = count_cells(ask, "patch"), len(ask.images)
+    ranks = ask.ranks("patch").flatten(1)
+    generator = torch.Generator().manual_seed(ask.seed)
+    chance = torch.rand(samples, patches, generator=generator).to(ranks.device)
+    filled = fill_images(fill, ask.images, ask.vit, ask.seed)
+    owner = torch.arange(count).repeat_interleave(samples)
+    plus, minus = list[Tensor](), list[Tensor]()
+    for share in shares:
+        size = min(max(1, round(share * patches)), patches - 1)
+        for part, drops in ((ranks < size, plus), (ranks >= size, minus)):
+            inside = size if drops is plus else patches - size
+            hidden = chance[:, ranks].transpose(0, 1) < min(rate, most * patches / inside)
+            shown = ~(hidden & part[:, None]).reshape(count * samples, *ask.vit.grid)
+            logits = ask.ablation.logits(PixelMasks(owner, shown, filled)).view(count, samples, -1)
+            drops.append(_effects(ask, logits, target_class, score).mean(1))
+    both = {"plus": torch.stack(plus, 1), "minus": torch.stack(minus, 1)}
+    curve = both["plus"] - both["minus"]
+    parts = {name: drops.mean(1) for name, drops in both.items()}
+    return Measured(curve.mean(1), curve, torch.tensor(shares).double(), parts)
