@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.layout import Geometry, Layout
 from patchlight.core.targets import Outputs
 
+States = Tensor | Mapping[int, Tensor]
+"""What a readout takes: the tokens of the last block, or the states x_i that it reads, by i."""
 Pooling = Literal["cls", "avg", "map", "cls+dist", "cls+avg", "max", "gradient"]
 
 
@@ -136,6 +138,8 @@ class Contract(ABC):
     """Which queries of an attention pooling the classifier reads."""
     reading: str = ""
     """Which of a model's outputs is read, if there are several."""
+    states_read: tuple[int, ...] = ()
+    """The states that the readout reads, if it reads others than the last."""
     hierarchical: bool = False
     """Whether it has stages and is opened at one of them, whose feature map is read."""
 
@@ -180,6 +184,20 @@ class Contract(ABC):
     def stage_end(self) -> int:
         """Number of blocks before the feature map of a hierarchical model."""
         return 0
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The states that the readout reads: x_0 enters block 0, x_i leaves block i - 1; the last for classifiers."""
+        return self.states_read or (len(self.blocks),)
+
+    @property
+    def several_states(self) -> bool:
+        """Whether the readout reads other states than the last."""
+        return bool(self.states_read)
+
+    def states(self, tokens: Tensor) -> dict[int, Tensor]:
+        """The states that the readout reads, where the last block has just returned `tokens` in this thread."""
+        return {len(self.blocks): tokens}
 
     @abstractmethod
     def features(self, tokens: Tensor) -> Tensor:

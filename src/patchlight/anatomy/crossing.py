@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.contract import Parts, Pooling
+from patchlight.anatomy.contract import Parts, Pooling, States
 from patchlight.anatomy.discovery import map_tensors, tensors_in
 from patchlight.anatomy.intercepting import (
     BlockCall,
@@ -126,10 +128,14 @@ class CrossedAnatomy(Anatomy):
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """Also see how the forward calls its blocks, before taps watch them."""
+        """Also see how the forward calls its blocks, before taps watch them, and forget the states noted inside."""
+        before = getattr(_LOCAL, "trail", None)
         with super().steady():
             self.see_calls()
-            yield
+            try:
+                yield
+            finally:
+                _LOCAL.trail = before
 
     def see_calls(self) -> None:
         """Record the calls of the blocks for the twin as it is now."""
@@ -177,6 +183,8 @@ class CrossedAnatomy(Anatomy):
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         call, block = self.calls[index], self.blocks[index]
+        if index not in self.breaks:
+            self.note_state(index, tokens)
         tokens = self.unflat(tokens, call.fed)
         if positions is None:
             return self.flat(call.run(block, tokens))
@@ -198,12 +206,40 @@ class CrossedAnatomy(Anatomy):
     def merge(self, index: int, tokens: Tensor) -> Tensor:
         if index not in self.breaks:
             return tokens
+        self.note_state(index, tokens)
         return self._enter(index, tokens, self.blank(len(tokens)))
 
-    def classified(self, tokens: Tensor) -> Tensor:
+    def note_state(self, index: int, tokens: Tensor) -> None:
+        """Note the tokens x_index of a run that enter a block, if the readout reads those of several blocks."""
+        if not self.several_states:
+            return
+        trail: _Trail | None = getattr(_LOCAL, "trail", None)
+        if index == 0:
+            trail = _LOCAL.trail = _Trail(self.model)
+        elif trail is None or trail.model is not self.model or trail.index != index - 1:
+            _LOCAL.trail = None
+            return
+        trail.index = index
+        if index in self.reads:
+            trail.states[index] = tokens
+
+    def states(self, tokens: Tensor) -> dict[int, Tensor]:
+        if not self.several_states:
+            return {len(self.paths): tokens}
+        trail: _Trail | None = getattr(_LOCAL, "trail", None)
+        usable = trail is not None and trail.model is self.model and trail.index == len(self.paths) - 1
+        noted = {**(trail.states if trail is not None and usable else {}), len(self.paths): tokens}
+        if any(index not in noted or len(noted[index]) != len(tokens) for index in self.reads):
+            raise Unsupported(
+                f"{self.name} reads the tokens of blocks {', '.join(str(i - 1) for i in self.reads)}, and not all of "
+                "them have run on these tokens; run all blocks and the readout inside one `steady`"
+            )
+        return {index: noted[index] for index in self.reads}
+
+    def classified(self, tokens: Any) -> Tensor:
         return self._behind(tokens)
 
-    def features(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Any) -> Tensor:
         """The input of the classifier, or the mean of the inputs of several; the logits if there is none."""
         seen: list[Tensor] = []
         if not self.head_paths:
@@ -256,12 +292,12 @@ class CrossedAnatomy(Anatomy):
         return None
 
     def replay(
-        self, tokens: Tensor, given: int, at: Callable[[int | None, Site], Any], blank: bool = True
+        self, states: Mapping[int, Tensor], given: int, at: Callable[[int | None, Site], Any], blank: bool = True
     ) -> Callable[[Site], Any]:
-        """What to do where a forward (on a `blank` input) calls a module: block `given` returns the tokens.
+        """What to do where a forward (on a `blank` input) calls a module: blocks up to `given` return the states.
 
-        The stem and the blocks before return what they did for the blank. `at` runs the rest: it gets the number of a
-        block after `given`, or None.
+        The stem and blocks without a state return what they did for the blank. `at` runs the rest: it gets the number
+        of a block after `given`, or None.
         """
         sites, calls, one = self.sites, self.calls if given >= 0 else [], self._one_blank and blank
         stem = iter(self.stem if one else ())
@@ -276,9 +312,12 @@ class CrossedAnatomy(Anatomy):
             if number is None or number > given:
                 return at(number, site)
             call = calls[number]
-            if number < given:
-                return call.returned if one else call.blank(site.tokens)
-            return self.answer(call, tokens)
+            if number + 1 in states:
+                out = self.answer(call, states[number + 1])
+            else:
+                out = call.returned if one else call.blank(site.tokens)
+            site.capture(self.unflat(states[number], call.fed) if number in states else site.tokens, out)
+            return out
 
         return skip
 
@@ -295,7 +334,7 @@ class CrossedAnatomy(Anatomy):
             raise Entered(site.tokens)
 
         try:
-            with self.intercepted(self.replay(tokens, index - 1, stop, index > 0), index > 0):
+            with self.intercepted(self.replay({index: tokens}, index - 1, stop, index > 0), index > 0):
                 self.run_model(images)
         except Entered as entered:
             return self.flat(entered.tokens)
@@ -320,22 +359,24 @@ class CrossedAnatomy(Anatomy):
         raise PatchlightError(f"the forward of {self.name} does not call '{self.paths[0]}'")
 
     def _behind(
-        self, tokens: Tensor, images: Tensor | None = None, see: Callable[[Tensor], None] = lambda features: None
+        self, tokens: States, images: Tensor | None = None, see: Callable[[Tensor], None] = lambda features: None
     ) -> Tensor:
-        """The logits of the forward when its last block returns `tokens` and the others are skipped.
+        """The logits of the forward when its blocks are skipped and return the states, or the last the `tokens`.
 
         `see` gets the input of each classifier.
         """
+        states = self.states(tokens) if isinstance(tokens, Tensor) else tokens
+        rows = len(next(iter(states.values())))
 
         def run(number: int | None, site: Site) -> Any:
             if any(site.module is head for head in self.sites.heads):
                 see(site.tokens)
             return site.run()
 
-        images = self.blank_of(tokens) if images is None else images
-        at = self.replay(tokens, len(self.paths) - 1, run, images is None)
+        images = self.blank_of(states[max(states)]) if images is None else images
+        at = self.replay(states, len(self.paths) - 1, run, images is None)
         with self.intercepted(at, True):
-            return self._read(self.run_model(self.blank(len(tokens)) if images is None else images), len(tokens))
+            return self._read(self.run_model(self.blank(rows) if images is None else images), rows)
 
     @contextlib.contextmanager
     def intercepted(self, at: Callable[[Site], Any], blank: bool) -> Iterator[None]:
@@ -380,7 +421,9 @@ class CrossedAnatomy(Anatomy):
                 self._watch_reaches()
             last = self.run(tokens)
             self.beyond = self._see_beyond(inputs[-1])
-            self._compare(whole, last, outputs[-1], image)
+            self.states_read = ()
+            self._compare(whole, last, [inputs[0], *outputs], image)
+            last = self.run(tokens) if self.several_states else last
             self._see_batches(outputs, last)
             self.can_drop = type(self).can_drop or self.see_drop(tokens)
             return self._see_pooling(last)
@@ -455,25 +498,45 @@ class CrossedAnatomy(Anatomy):
                     f"{BY_HAND}"
                 )
 
-    def _compare(self, whole: Tensor, last: Tensor, end: Tensor, image: Tensor) -> None:
-        """Refuse a forward that reads more than the tokens of the last block, and say what."""
+    def _see_reads(self, whole: Tensor, states: Sequence[Tensor]) -> bool:
+        """Find which states x_0, …, x_L the forward reads behind its blocks; False if these do not give its logits.
+
+        A state is read if the logits are computed from it. All others are blank in the final comparison.
+        """
+        self.states_read = tuple(range(len(states)))
+        with torch.enable_grad():
+            leaves = {i: tokens.detach().requires_grad_() for i, tokens in enumerate(states)}
+            logits = self._behind(leaves)
+            if not logits.requires_grad:
+                return False
+            found = torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
+        self.states_read = tuple(i for i, gradient in enumerate(found) if gradient is not None)
+        return alike(whole, self._behind({i: states[i] for i in self.states_read}))
+
+    def _compare(self, whole: Tensor, last: Tensor, states: Sequence[Tensor], image: Tensor) -> None:
+        """Find the states that the forward reads behind its blocks; refuse one that reads more, and say what."""
+        end, failed, logits = states[-1], None, whole
         try:
             logits = self._behind(last)
+            if alike(whole, logits):
+                return
         except Exception as error:
+            failed = error
+        if alike(end, last):
+            with contextlib.suppress(Exception):  # reported below
+                if self._see_reads(whole, states):
+                    return
+        self.states_read = ()
+        if failed is not None:
             raise PatchlightError(
-                f"what {self.name} does behind its backbone cannot be run by itself: {first_line(error)}; {BY_HAND}"
-            ) from error
-        if alike(whole, logits):
-            return
+                f"what {self.name} does behind its backbone cannot be run by itself: {first_line(failed)}; {BY_HAND}"
+            ) from failed
         if not alike(end, last):
             why, worst = "its forward, or a hook, does more than call one block after the other", (end, last)
         elif alike(whole, self._behind(last, image)):
             why, worst = "its head also reads the image", (whole, logits)
         else:
-            why, worst = (
-                "its head reads more than the tokens of the last block, for example those of other blocks",
-                (whole, logits),
-            )
+            why, worst = "its head reads more than the tokens of its blocks", (whole, logits)
         what = "tokens" if worst[0] is end else "logits"
         raise PatchlightError(
             f"{self.name} gives other {what} than its backbone and head put together (they differ by "
@@ -482,19 +545,24 @@ class CrossedAnatomy(Anatomy):
 
     def _see_batches(self, outputs: Sequence[Tensor], last: Tensor) -> None:
         """Check that one blank image works for a batch of any size, unless the forward reads the batch size."""
-        crossed: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [(self.classified, last)]
-        crossed += [(partial(self.merge, index), outputs[index - 1]) for index in sorted(self.breaks)]
+        crossed: list[tuple[Callable[[Any], Tensor], Mapping[int, Tensor]]] = [(self.classified, self.states(last))]
+        for index in sorted(self.breaks):
+            crossed.append((partial(self._merge_state, index), {index: outputs[index - 1]}))
         for self._one_blank in (True, False):
             with contextlib.suppress(Exception):
-                for part, tokens in crossed:
-                    some = torch.cat([tokens, tokens.flip(2), tokens.roll(1, 2)])
-                    if not alike(part(some), torch.cat([part(row[None]) for row in some])):
+                for part, states in crossed:
+                    some = {i: torch.cat([x, x.flip(2), x.roll(1, 2)]) for i, x in states.items()}
+                    each = [part({i: x[row : row + 1] for i, x in some.items()}) for row in range(3)]
+                    if not alike(part(some), torch.cat(each)):
                         break
                 else:
                     return
         raise PatchlightError(
             f"{self.name} gives an image other logits alone than in a batch, which is not supported; {BY_HAND}"
         )
+
+    def _merge_state(self, index: int, states: Mapping[int, Tensor]) -> Tensor:
+        return self.merge(index, states[index])
 
     def see_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys, and the head must take any number."""
@@ -515,10 +583,17 @@ class CrossedAnatomy(Anatomy):
             reason = "its blocks compute other tokens when some are left out than when these are hidden from attention"
         else:
             return reason
-        end = kept.shape[1] - self.suffix
-        turned = torch.cat([kept[:, : self.prefix], kept[:, self.prefix : end].flip(1), kept[:, end:]], 1)
+        if self.several_states:  # run again, without the other run between its blocks
+            kept = self.gather(tokens, keep)
+            for index in range(self.depth):
+                kept = self.block(index, kept, keep)
+        states, end = self.states(kept), kept.shape[1] - self.suffix
+        turned = {
+            i: torch.cat([x[:, : self.prefix], x[:, self.prefix : end].flip(1), x[:, end:]], 1)
+            for i, x in states.items()
+        }
         try:
-            same = alike(self.classified(kept), self.classified(turned), 1e-4)
+            same = alike(self.classified(states), self.classified(turned), 1e-4)
         except Exception as error:
             return f"its head takes exactly {self.tokens} tokens ({first_line(error)})"
         return None if same else "its head reads tokens by their place in the grid"
@@ -536,6 +611,9 @@ class CrossedAnatomy(Anatomy):
 
     def _see_pooling(self, last: Tensor) -> str | None:
         """Find the pooling from the tokens that the logits depend on; returns why there is no gradient, or None."""
+        if self.several_states:
+            self.pooling = self.pooling if self._pooling_given else "gradient"
+            return None
         equal = last.mean(1, keepdim=True).expand_as(last) + 0  # all tokens the same
         sizes = [self._sizes(tokens) for tokens in (last, equal)]
         if sizes[0] is None or sizes[1] is None:
@@ -586,6 +664,19 @@ class CrossedAnatomy(Anatomy):
         if first and not patches:
             return "cls+dist" if prefix > 1 and bool(reads[1]) else "cls"
         return "cls+avg" if first and float(shares[0]) > 2 * float(shares[prefix:].mean()) else "avg"
+
+
+@dataclass
+class _Trail:
+    """The states that the readout reads of the current run of this thread: those that entered blocks until `index`."""
+
+    model: nn.Module
+    index: int = 0
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+
+_LOCAL = threading.local()
+"""The trail of this thread."""
 
 
 class ScoreTap(AttentionTap):

@@ -81,6 +81,12 @@ class Site:
         found: Any = self.args[0] if keyword is None else self.kwargs[keyword]
         return found if isinstance(found, Tensor) else tensors_in(found)[0]
 
+    def capture(self, tokens: Tensor, out: Any) -> None:
+        """Run the hooks with which transformers collects hidden states, where the call is skipped."""
+        for hook in self.module._forward_hooks.values():
+            if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                hook(self.module, (tokens,), out)
+
     def recorded(self, returned: Any) -> BlockCall:
         """The call, without its tokens."""
         named = {key: value for key, value in self.kwargs.items() if key != self.keyword}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -34,8 +34,15 @@ class Readout(Contract):
     bare: Self | None = None
     _kind: Kind = "softmax"
 
-    def readout(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x_L [B,N,D] to logits [B,C]; `positions` [B,k] are the patches that are left, if some were dropped."""
+    @property
+    def several_states(self) -> bool:
+        return bool(self.states_read) and (self.head is None or self.head.block is None)
+
+    def readout(self, tokens: Any, positions: Tensor | None = None) -> Tensor:
+        """x_L [B,N,D] to logits [B,C]; `positions` [B,k] are the patches that are left, if some were dropped.
+
+        A model that reads several states takes them by their numbers; or x_L alone, just after its blocks have run.
+        """
         if self.reads_positions and positions is not None:
             return self.classified_at(tokens, positions)
         if self.head is None or self.question is not None:
@@ -107,7 +114,7 @@ class Readout(Contract):
         if self.pooling == "gradient":
             if tokens is None or index is None:
                 raise Unsupported(f"the tokens that {self.head} reads were not recorded")
-            return self._row_by_gradient(tokens, index.to(tokens.device))
+            return self.state_rows({self.depth: tokens}, index)[self.depth]
         if self.head is not None and self.head.block is not None:
             if tokens is None or index is None:
                 raise Unsupported(f"the tokens that {self.head} reads were not recorded")
@@ -133,11 +140,14 @@ class Readout(Contract):
             row[:, 0] = 1.0
         return row
 
-    def _row_by_gradient(self, tokens: Tensor, index: Tensor) -> Tensor:
-        """|ds/dx_i| |x_i| of every token [B,N], divided by its sum."""
+    def state_rows(self, states: Mapping[int, Tensor], index: Tensor) -> dict[int, Tensor]:
+        """|ds/dx_i| |x_i| of every token [B,N_i] of the states read, for the class `index` [B]; they sum to 1."""
         with torch.enable_grad():
-            leaf = tokens.detach().requires_grad_()
-            scores = self.readout(leaf).gather(1, index[:, None])
-            (gradient,) = torch.autograd.grad(scores.sum(), leaf)
-        row: Tensor = (gradient.norm(dim=2) * tokens.norm(dim=2)).detach()
-        return row / row.sum(1, keepdim=True).clamp_min(torch.finfo(row.dtype).tiny)
+            leaves = {i: tokens.detach().requires_grad_() for i, tokens in states.items()}
+            logits = self.readout(leaves if self.several_states else leaves[self.depth])
+            scores = logits.gather(1, index.to(logits.device)[:, None])
+            gradients = torch.autograd.grad(scores.sum(), list(leaves.values()), materialize_grads=True)
+        pairs = zip(states.items(), gradients, strict=True)
+        rows = {i: (gradient.norm(dim=2) * tokens.norm(dim=2)).detach() for (i, tokens), gradient in pairs}
+        total = torch.stack([row.sum(1) for row in rows.values()]).sum(0)[:, None]
+        return {i: row / total.clamp_min(torch.finfo(row.dtype).tiny) for i, row in rows.items()}

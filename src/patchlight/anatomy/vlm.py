@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -240,18 +241,8 @@ class AnswersAnatomy(TaskAnatomy):
                 raise Entered(site.tokens)
             return site.run()
 
-        skip = None if tokens is None else self.replay(tokens, len(self.tower_paths) - 1, stop)
-
-        def at(site: Site) -> Any:
-            if skip is None:
-                return stop(None, site)
-            out = skip(site)
-            if sites.index(site.module) is not None:
-                for hook in tuple(site.module._forward_hooks.values()):  # those of transformers, which keep outputs
-                    if getattr(hook, "__name__", "") == "output_capturing_hook":
-                        hook(site.module, (site.tokens,), out)
-            return out
-
+        count = len(self.tower_paths)
+        at = partial(stop, None) if tokens is None else self.replay({count: tokens}, count - 1, stop)
         try:
             with self.intercepted(at, tokens is not None):
                 self.call(self.blank(len(tokens)) if tokens is not None else cast(Tensor, images))

@@ -95,7 +95,7 @@ class LocalScores(Runner):
             return gradient[:, :, :1] if self.vit.pool_query == "cls" else gradient
         arriving = self.grad(score, way.top, None, last)
         if self.scales:
-            arriving, way.record.unscale = scaled(arriving)
+            (arriving,), way.record.unscale = scaled([arriving])
         return self.grad(way.y, leaf, arriving, last)
 
     def release(self) -> None:

@@ -69,6 +69,8 @@ class Pass:
     pool: Tensor | None = None
     last: Tensor | None = None
     """The tokens [B,N,D] that the head reads, if it reads tokens."""
+    states: Mapping[int, Tensor] | None = None
+    """The states that the readout reads, by number, if these are several."""
 
     def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
         """The values of a job for the explained class of that number, by layer."""
@@ -80,7 +82,15 @@ class Pass:
 
     def row(self, vit: Anatomy, target: int = 0) -> Tensor:
         """The weight [B,N] with which the explained class of number `target` reads each output token."""
-        return vit.pool_row(self.logits, self.pool, self.last, self.targets.index[:, target])
+        return self.rows(vit, target)[vit.depth]
+
+    def rows(self, vit: Anatomy, target: int = 0) -> dict[int, Tensor]:
+        """The weights [B,N_i] with which it reads the tokens of each state, by number; 0 for an unread last."""
+        index = self.targets.index[:, target]
+        if self.states is None:
+            return {vit.depth: vit.pool_row(self.logits, self.pool, self.last, index)}
+        unread = {} if self.last is None else {vit.depth: self.last.new_zeros(self.last.shape[:2])}
+        return unread | vit.state_rows(self.states, index)
 
     def end(self, target: int = 0) -> EndBias:
         """The bias terms after the last block."""
@@ -127,7 +137,7 @@ def run_pass(
         finally:
             runner.release()
     last = runner.end.x if vit.rows_differ or (vit.head is not None and vit.head.block is not None) else None
-    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), last)
+    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), last, runner.states)
 
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:

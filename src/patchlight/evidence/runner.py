@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -97,13 +97,16 @@ class Runner:
         self.values: list[dict[int, Any]] = [{} for _ in jobs]
         self.finished: set[int] = set()
         self.closing = False
-        self.leaf = self.last = self.cut = self.scores = torch.empty(0)
+        self.leaf = self.scores = torch.empty(0)
+        self.last: list[Tensor] = []
+        self.cut: list[Tensor] = []
+        self.states: Mapping[int, Tensor] | None = None
         self.end = Record(vit.depth, torch.empty(0))
         self.projected: Tensor | None = None
 
     def release(self) -> None:
         """Release the graph, whose hooks refer to the runner."""
-        self.last = self.cut = self.scores = torch.empty(0)
+        self.last, self.cut, self.scores = [], [], torch.empty(0)
 
     def score(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
         """The explained scores [B,T] of the model's logits."""
@@ -152,11 +155,16 @@ class Runner:
         self.end = Record(vit.depth, x.detach())
         if self.backward:
             x.register_hook(self._hook(vit.depth))
+        reads = self.vit.states(x) if vit.several_states else {vit.depth: x}
+        if vit.several_states:
+            self.states = {index: tokens.detach() for index, tokens in reads.items()}
         if self.scales:
-            self.last = x
-            x = self.cut = x.detach().requires_grad_()
+            self.last = [tokens for tokens in reads.values() if tokens.requires_grad]
+            self.cut = [tokens.detach().requires_grad_() for tokens in self.last]
+            flowing = [index for index, tokens in reads.items() if tokens.requires_grad]
+            reads = {**reads, **dict(zip(flowing, self.cut, strict=True))}
         with torch.set_grad_enabled(self.backward), self.tapped(self.backward, self.end, needs, in_block=False):
-            return vit.readout(x)
+            return vit.readout(reads if vit.several_states else reads[vit.depth])
 
     def needs(self, layer: int) -> frozenset[str]:
         """The parts to record inside a block."""
@@ -296,9 +304,10 @@ class Runner:
             raise Unsupported(self.no_gradient())
         self.finished, self.closing = set(), last
         self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
-        outputs, weights = scores.sum(), None
+        outputs: Tensor | list[Tensor] = scores.sum()
+        weights: list[Tensor] | None = None
         if self.scales:
-            weights, unscale = scaled(self.grad(outputs, self.cut, None, last))
+            weights, unscale = scaled(self.grads(outputs, self.cut, None, last))
             outputs = self.last
             for record in self.records.values():
                 record.unscale = unscale
@@ -320,10 +329,22 @@ class Runner:
             "methods that remove patches or mask pixels work"
         )
 
-    def grad(self, outputs: Tensor, of: Tensor, weights: Tensor | None, last: bool) -> Tensor:
+    def grad(
+        self, outputs: Tensor | Sequence[Tensor], of: Tensor, weights: Tensor | Sequence[Tensor] | None, last: bool
+    ) -> Tensor:
         """The gradient of the outputs."""
+        return self.grads(outputs, [of], weights, last)[0]
+
+    def grads(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        of: Sequence[Tensor],
+        weights: Tensor | Sequence[Tensor] | None,
+        last: bool,
+    ) -> list[Tensor]:
+        """The gradients of the outputs with respect to several tensors."""
         try:
-            (gradient,) = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
+            found = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -331,18 +352,18 @@ class Runner:
                 f"the weights of {self.vit.name} were changed while it was explained; explain it between two steps of "
                 "its training, or explain a copy"
             ) from error
-        return torch.zeros_like(of) if gradient is None else gradient
+        return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(of, found, strict=True)]
 
 
-def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of tokens, each image scaled by a power of two to fit float16; and the inverse factor [B].
+def scaled(gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Gradients of tokens, each image scaled by a power of two to fit float16; and the inverse factor [B].
 
     Images are independent and the backward is linear, so scaling only changes what is lost to rounding.
     """
-    largest = gradient.abs().flatten(1).amax(1)
+    largest = torch.stack([gradient.abs().flatten(1).amax(1) for gradient in gradients]).amax(0)
     power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
     scale = torch.where(largest > 0, torch.exp2(power), 1.0)
-    return gradient * scale.view(-1, *[1] * (gradient.ndim - 1)), 1 / scale
+    return [gradient * scale.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients], 1 / scale
 
 
 _MIDDLE = 64.0

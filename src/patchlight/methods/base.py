@@ -67,6 +67,7 @@ class LayerMaps:
         pool: How the classifier reads the last tokens [B,N].
         end: The bias terms after the last block.
         base: The method's map restricted to the blocks from one on, if it has a start.
+        early: How the readout reads states x_l before the last [B,N], by l.
     """
 
     values: Mapping[int, Any]
@@ -74,6 +75,15 @@ class LayerMaps:
     pool: Tensor
     end: EndBias = field(default_factory=EndBias)
     base: Callable[[LayerMaps, int], Tensor] | None = None
+    early: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def arriving(self, row: Tensor, layer: int) -> Tensor:
+        """A row over the tokens that enter block `layer` as one over those that leave the block before it.
+
+        What the readout reads of these itself is added.
+        """
+        row = self.merged(row, layer)
+        return row + self.early[layer] if layer in self.early else row
 
     def merged(self, row: Tensor, layer: int) -> Tensor:
         """Turn a row over the tokens that enter block `layer` into one over those that leave the block before it."""
@@ -112,9 +122,19 @@ class LayerMaps:
         if not isinstance(value, Tensor) or value.ndim > 2:
             row = self.start_row(readout)
             for index in range(self.vit.depth - 1, layer, -1):
-                row = self.merged(row, index)
+                row = self.arriving(row, index)
             value = times(row, value)
         return self.lifted(value, layer)
+
+
+def follows_one_state(settings: Settings, vit: Anatomy) -> str | None:
+    """Why a method that starts at the tokens of the last block does not explain a readout of several."""
+    if not vit.several_states:
+        return None
+    blocks = f"{len(vit.reads)} blocks" if len(vit.reads) > 1 else "a block before the last"
+    return (
+        f"{vit.name} reads tokens of {blocks}, and it follows attention from the last; 'genatt' starts at all of them"
+    )
 
 
 @dataclass(frozen=True)

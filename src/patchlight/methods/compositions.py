@@ -68,7 +68,7 @@ def _additive(maps: LayerMaps, start: Start = 0, readout: Readout = "pooling") -
     """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product."""
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
-        row = maps.merged(row, layer + 1)
+        row = maps.arriving(row, layer + 1)
         row = row + times(row, maps.values[layer])
     return maps.lifted(row, layers[0])
 
@@ -92,7 +92,7 @@ def _rollout(
     """
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
-        row = maps.merged(row, layer + 1)
+        row = maps.arriving(row, layer + 1)
         matrix, share = maps.values[layer], (1 - residual) * scale
         total = 1.0 if normalise == "none" else share * row_sums(matrix) + residual
         if normalise == "rows":

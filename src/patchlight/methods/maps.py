@@ -180,7 +180,8 @@ def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int 
         return image
     assert request.composition is not None
     combine = request.composition.function
-    maps = LayerMaps(values, vit, seen.row(vit, target), seen.end(target), _tail(request))
+    rows = seen.rows(vit, target)
+    maps = LayerMaps(values, vit, rows.pop(vit.depth), seen.end(target), _tail(request), rows)
     result = combine(maps, **filter_settings(combine, request.settings))
     adds_end = isinstance(request.method, LayerMap) and request.method.adds_end
     end = maps.end_bias() if adds_end and request.settings.get("include_bias", True) else None

@@ -28,6 +28,7 @@ from patchlight.methods.base import (
     Method,
     OwnPasses,
     ReadsBlocks,
+    follows_one_state,
 )
 
 AUTO = ("fullgrad-plus.libra", "decompx.plus", "genatt", "fullgrad-plus", "gradcam", "grad", "posterior")
@@ -258,6 +259,8 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         several = _one_grid(request, method, vit)
         if several is not None:
             return several
+    if request.course.local is not None and vit.several_states:
+        return follows_one_state(request.settings, vit)
     if request.rule.name != "plain" and vit.can_rule is not None:
         return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
     if method.group == "decomposition" and vit.can_decompose is not None:

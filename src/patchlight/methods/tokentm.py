@@ -30,7 +30,7 @@ def _updates(maps: LayerMaps, init: Literal["length", "identity"] = "length", re
     length = row
     for layer in reversed(range(maps.vit.depth)):
         matrix, feed_forward, length = maps.values[layer]
-        row = maps.merged(row, layer + 1)
+        row = maps.arriving(row, layer + 1)
         row = row if feed_forward is None else row * (1 + feed_forward)
         row = row + times(row, matrix)
     return row * length if init == "length" else row

@@ -14,7 +14,7 @@ from patchlight.evidence.passes import Pass, in_memory, rows_at_once
 from patchlight.evidence.record import Evidence
 from patchlight.evidence.rows import written
 from patchlight.evidence.runner import LayerJob
-from patchlight.methods.base import Ask, LayerMaps, own_passes
+from patchlight.methods.base import Ask, LayerMaps, follows_one_state, own_passes
 from patchlight.methods.compositions import Readout, block_index
 from patchlight.methods.tokentm import no_linear_values
 
@@ -95,6 +95,7 @@ def _read(ask: Ask, weights: Tensor, product: Tensor) -> Tensor:
     nonnegative=True,
     cost="21 forwards + 20 backwards through the last block",
     quick={"steps": 3},
+    refuses=follows_one_state,
     presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
 )
 def tam(
@@ -157,6 +158,7 @@ def value_ratio(b: Evidence) -> Tensor:
     nonnegative=True,
     cost="21 forwards + 1 backward, attention matrices written out, + 20 backwards through the last block",
     quick={"steps": 3},
+    refuses=follows_one_state,
     presets={"tis": {"start": 0}, "interpretdl": {"score": "probability"}},
 )
 def bt_h(
@@ -192,7 +194,7 @@ def bt_h(
     nonnegative=True,
     cost="21 forwards + 20 backwards through the last block",
     quick={"steps": 3},
-    refuses=no_linear_values,
+    refuses=lambda settings, vit: follows_one_state(settings, vit) or no_linear_values(settings, vit),
     presets={"tis": {"start": 0}, "interpretdl": {"start": 3, "score": "probability"}},
 )
 def bt_t(
