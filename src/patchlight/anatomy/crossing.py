@@ -23,11 +23,11 @@ from patchlight.anatomy.discovery import map_tensors, tensors_in
 from patchlight.anatomy.intercepting import (
     BlockCall,
     Entered,
+    Flowing,
     KeptScores,
     Site,
     Sites,
     crossing,
-    flowing,
     gathered,
     make_skippable,
 )
@@ -79,6 +79,8 @@ class CrossedAnatomy(Anatomy):
         self.masked = False
         """Whether attention inside the blocks has a mask or bias over all tokens, to be restricted to the kept ones."""
         self._one_blank = True
+        self._freezes = True
+        """Whether its forward uses `no_grad`."""
         self._pooling_given = "pooling" in about
         super().__init__(model, **{"pooling": "cls", "heads": 1, "classes": 1, **about})
 
@@ -118,7 +120,8 @@ class CrossedAnatomy(Anatomy):
         sites, key = self.sites, None if self.question is None else self.question.call_key
         if key not in sites.calls:
             with torch.inference_mode(False), torch.no_grad(), self.own_cast(), sites.seeing_stem(key, self.paths[0]):
-                sites.calls[key] = self.record(self.blank(1))[1]
+                sites.blank = torch.zeros(1, *self.input_shape, device=self.device, dtype=self.dtype)
+                sites.calls[key] = self.record(sites.blank)[1]
         return sites.calls[key]
 
     @property
@@ -284,7 +287,9 @@ class CrossedAnatomy(Anatomy):
 
     def blank(self, count: int) -> Tensor:
         """A blank input for the states of `count` images; one is enough unless the forward reads the batch size."""
-        count = 1 if self._one_blank else count
+        blank = self.sites.blank
+        if self._one_blank and blank is not None:
+            return blank
         return torch.zeros(count, *self.input_shape, device=self.device, dtype=self.dtype)
 
     def blank_of(self, tokens: Tensor) -> Tensor | None:
@@ -352,7 +357,7 @@ class CrossedAnatomy(Anatomy):
             raise Entered(out[0])
 
         try:
-            with crossing(at), flowing():
+            with crossing(at), self._flowing():
                 self.run_model(images)
         except Entered:
             return out
@@ -378,11 +383,15 @@ class CrossedAnatomy(Anatomy):
         with self.intercepted(at, True):
             return self._read(self.run_model(self.blank(rows) if images is None else images), rows)
 
+    def _flowing(self) -> contextlib.AbstractContextManager[Any]:
+        """Let gradients flow through a forward that uses `no_grad`."""
+        return Flowing() if self._freezes and torch.is_grad_enabled() else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def intercepted(self, at: Callable[[Site], Any], blank: bool) -> Iterator[None]:
         """Intercept a forward; the projected patches of a `blank` image are hidden from taps."""
         hides = blank and not self._one_blank and self.projection() is not None
-        with crossing(at), flowing(), self.projecting(None) if hides else contextlib.nullcontext():
+        with crossing(at), self._flowing(), self.projecting(None) if hides else contextlib.nullcontext():
             yield
 
     def flat(self, tokens: Tensor) -> Tensor:
@@ -409,7 +418,9 @@ class CrossedAnatomy(Anatomy):
         """Compare parts and whole, and find the pooling; returns why no gradient flows there, or None."""
         with torch.inference_mode(False), torch.no_grad(), self.steady():
             image = random_image(self)
-            whole, calls, inputs = self.record(image)
+            with Flowing() as flow:
+                whole, calls, inputs = self.record(image)
+            self._freezes = flow.used
             self.see_constants(calls)
             outputs = [self.flat(tensors_in(call.returned)[0]) for call in calls]
             self.breaks = frozenset(i for i in range(1, len(calls)) if not _same(inputs[i], outputs[i - 1]))

@@ -46,7 +46,7 @@ class BlockCall:
             names = list(inspect.signature(type(block).forward).parameters)[2:]
             rest, named = (), dict(zip(names, rest, strict=False)) | named | dict(more)
         out = block(tokens, *rest, **named) if self.keyword is None else block(**{self.keyword: tokens}, **named)
-        return tensors_in(out)[0]
+        return out if isinstance(out, Tensor) else tensors_in(out)[0]
 
     def answer(self, tokens: Tensor) -> Any:
         """An output of the block that contains these tokens."""
@@ -107,6 +107,8 @@ class Sites:
     calls: dict[Any, list[BlockCall]] = field(default_factory=dict)
     """By what the calls depend on beside the image."""
     stems: dict[Any, list[tuple[nn.Module, Any]]] = field(default_factory=dict)
+    blank: Tensor | None = None
+    """A blank input."""
 
     def __post_init__(self) -> None:
         self._numbers = {id(block): number for number, block in enumerate(self.blocks)}
@@ -224,13 +226,16 @@ def _skippable(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "skippable": True})
 
 
-class _Flowing(TorchFunctionMode):
-    """Inside, `no_grad` in a forward (as in one that trains only its head) has no effect on the backbone."""
+class Flowing(TorchFunctionMode):
+    """Inside, `no_grad` in a forward (as where only its head is trained) has no effect; `used`: whether it was called."""
+
+    used = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch._C._set_grad_enabled and not _called_by_us(sys._getframe(1)):
+            self.used = True
             return None
         return func(*args, **(kwargs or {}))
 
@@ -240,10 +245,6 @@ def _called_by_us(frame: Any) -> bool:
     while str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "patchlight"
-
-
-def flowing() -> contextlib.AbstractContextManager[Any]:
-    return _Flowing() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
 def _with_first(out: Any, tokens: Tensor) -> Any:
