@@ -108,7 +108,7 @@ class _MethodTrial:
 
     def check_refusal(self) -> None:
         request, vit = self.request, self.vit
-        sentence = _refusal(lambda: explain(vit, self.images, request.label), Unsupported)
+        sentence = _refusal(lambda: explain(vit, self.images, request.label, **self.settings), Unsupported)
         assert request.method.name in sentence, f"the refusal does not name the method: {sentence}"
         assert (refusal(request, vit) or "") in sentence, f"the refusal gives no reason: {sentence}"
         row = next(m for m in list_methods(vit) if m.name == request.method.name)

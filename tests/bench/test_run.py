@@ -21,7 +21,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from patchlight.bench import unit as unit_room
-from patchlight.bench.events import Event, Planning, Start
+from patchlight.bench.events import Event, Planning, Start, UnitEnd
 from patchlight.bench.local import RunOptions, run
 from patchlight.bench.plan import Unit, plan
 from patchlight.bench.recipe import override, parse
@@ -376,6 +376,55 @@ def test_a_full_or_read_only_disk_is_told_and_loses_nothing(
     summary = run(recipe(images), tmp_path / "run")
     assert 0 < summary.before < summary.values
     assert rows(tmp_path / "run") == rows(whole)
+
+
+def test_a_folder_that_is_moved_during_a_run_resumes_where_it_is_now(images: Path, tmp_path: Path, whole: Path) -> None:
+    finished = 0
+
+    def move(event: Event) -> None:
+        nonlocal finished
+        finished += isinstance(event, UnitEnd)
+        if finished == 2 and isinstance(event, UnitEnd):
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(PatchlightError, match="was moved or deleted during the run"):
+        run(recipe(images), tmp_path / "run", listen=move)
+    assert not (tmp_path / "run").exists(), "a second folder with the rest"
+    summary = run(recipe(images), tmp_path / "moved")
+    assert 0 < summary.before < summary.values
+    assert rows(tmp_path / "moved") == rows(whole)
+
+
+def test_a_clock_that_is_set_back_changes_nothing(
+    images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter(range(10**9, 0, -(10**6)))
+    monkeypatch.setattr(time, "time", lambda: float(next(moments)))
+    assert run(recipe(images), tmp_path / "run").now == 48
+    monkeypatch.undo()
+    assert run(recipe(images), tmp_path / "run").now == 0
+    assert rows(tmp_path / "run") == rows(whole)
+
+
+def test_memory_that_ran_out_is_a_reason_and_a_retry_measures_it(images: Path, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    @own_passes("test-memory", paper="none", ignores_class=True)
+    def full(ask: Ask) -> Tensor:
+        calls.append(len(ask.images))
+        if len(calls) in (2, 3, 4):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        cells = ask.vit.grid[0] * ask.vit.grid[1]
+        return torch.arange(cells).view(1, *ask.vit.grid).float().repeat(len(ask.images), 1, 1)
+
+    try:
+        short = parse(text(images).replace('Random = "random"', 'Random = "test-memory"'))
+        failures = run(short, tmp_path / "run").failures
+        assert failures
+        assert set(failures) == {"one image does not fit into memory; give fewer methods at once"}
+        assert run(short, tmp_path / "run", RunOptions(retry=True)).failures == {}
+    finally:
+        METHODS.remove("test-memory")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

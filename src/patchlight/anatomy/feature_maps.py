@@ -19,7 +19,8 @@ from patchlight.core.errors import PatchlightError, Unsupported
 class FeatureMapAnatomy(CrossedAnatomy):
     """A network opened after the module at `path`, whose output is its tokens; `shapes` are those for one image.
 
-    A second tensor of the output is prefix tokens that accompany the map. `last` is whether a map is [B,h,w,D].
+    A second tensor of the output is prefix tokens that accompany the map, if it has its channels; another one is left
+    as it is. `last` is whether a map is [B,h,w,D].
     """
 
     can_drop = "its stages need a complete grid of patches"
@@ -31,7 +32,9 @@ class FeatureMapAnatomy(CrossedAnatomy):
         self.channels_last = last or (len(shape) == 4 and channels_last(shape))
         sides = tuple(shape[1:3]) if self.channels_last else tuple(shape[2:])
         grid = sides if len(shape) == 4 else _rows_and_columns(shape[1], size)
-        prefix = shapes[1][1] if len(shapes) == 2 else shape[1] - math.prod(grid) if len(shape) == 3 else 0
+        width = shape[-1] if self.channels_last or len(shape) == 3 else shape[1]
+        self.accompanied = len(shapes) == 2 and len(shapes[1]) == 3 and shapes[1][-1] == width and shapes[1][1] <= 2
+        prefix = shapes[1][1] if self.accompanied else shape[1] - math.prod(grid) if len(shape) == 3 else 0
         steps = [2 ** round(math.log2(side / cells)) for side, cells in zip(size, grid, strict=True)]
         covered = [step * cells for step, cells in zip(steps, grid, strict=True)]
         near = all(abs(a - b) < step for a, b, step in zip(covered, size, steps, strict=True))
@@ -45,13 +48,15 @@ class FeatureMapAnatomy(CrossedAnatomy):
 
     def embed(self, images: Tensor) -> Tensor:
         first, *beside = self.after_first(images)
-        return torch.cat([*beside, self.flat(first)], 1) if beside else self.flat(first)
+        return torch.cat([*beside, self.flat(first)], 1) if self.accompanied else self.flat(first)
 
     def answer(self, call: BlockCall, tokens: Tensor) -> Any:
-        first, *beside = tensors_in(call.returned)
-        cells = tokens[:, self.prefix :] if beside else tokens
-        out = self.unflat(cells, first.shape)
-        return map_tensors(call.returned, lambda tensor: out if tensor is first else tokens[:, : self.prefix])
+        first = tensors_in(call.returned)[0]
+        cells = tokens[:, self.prefix :] if self.accompanied else tokens
+        out, beside = self.unflat(cells, first.shape), tokens[:, : self.prefix] if self.accompanied else None
+        return map_tensors(
+            call.returned, lambda tensor: out if tensor is first else tensor if beside is None else beside
+        )
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         raise IndexError(f"{self.name} has no block {index}: it is opened as a feature map")
