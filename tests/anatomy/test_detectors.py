@@ -11,13 +11,12 @@ from PIL import Image
 from torch import Tensor
 
 import patchlight as pl
-
-transformers: Any = pytest.importorskip("transformers")
-
 from patchlight.anatomy.heads.boxes import corners, iou
 from patchlight.anatomy.watching import Unseen
 from patchlight.core.errors import PatchlightError
 from tests import detectors
+
+transformers: Any = pytest.importorskip("transformers")
 
 NAMES = list(detectors.MODELS)
 PLAIN = ["yolos", "detr", "conditional"]
