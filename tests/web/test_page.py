@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Locator, expect
 
 import patchlight as pl
@@ -914,3 +915,57 @@ def test_an_error_of_the_sentence_is_not_kept(browser: Browser, server: Server) 
         visit.page.locator("[data-testid^=enlarge-]:not([data-testid=enlarge-genatt])").first.click()
         expect(visit.get("map-name")).to_contain_text("(auto)")
         expect(visit.get("sentence")).to_contain_text("Hiding the")
+
+
+@pytest.mark.page
+def test_a_detector_is_asked(browser: Browser, tmp_path: Path) -> None:
+    """A detection is clicked, a box is drawn, a label is chosen, and the link brings the question back."""
+    pytest.importorskip("transformers")
+    from tests import detectors
+
+    noise = np.random.default_rng(0).integers(0, 256, (100, 180, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    with beside(ModelService(detectors.opened("yolos"))) as url, visiting(browser, url) as visit:
+        visit.open("/#methods=ixg")
+        visit.get("file").set_input_files(tmp_path / "noise.png")
+        ready(visit, "ixg")
+        title = visit.page.locator("#why-title")
+        expect(title).to_contain_text("Why this “")
+        expect(visit.get("inside-share")).to_contain_text("inside the box")
+        first = pixels(visit.get("map"))
+        visit.get("choice").nth(1).locator("button").click()
+        expect(visit.get("choice").nth(1)).to_have_class(re.compile("target"))
+        expect(visit.page.locator("#photo-marks .asked")).to_have_count(1)
+        until(visit, lambda: pixels(visit.get("map")) != first, "another map")
+        visit.get("ask-label").select_option("dog")
+        drag(visit, (0.1, 0.1), (0.5, 0.5), (0.9, 0.9))
+        expect(title).to_have_text("Why “dog” here?")
+        expect(visit.get("ask-box")).to_have_value("18, 10, 162, 90")
+        expect(visit.get("photo")).to_have_attribute("aria-label", re.compile("0 of 24 hidden"))
+        visit.get("ask-missed").check()
+        expect(title).to_have_text("Why was “dog” missed here?")
+        expect(visit.get("prediction")).to_have_count(2)
+        assert json.loads(asked(visit)["head"]) == {
+            "kind": "box",
+            "box": [18, 10, 162, 90],
+            "label": "dog",
+            "missed": True,
+        }
+        assert 'head=pl.heads.Box(box=(18, 10, 162, 90), label="dog", missed=True)' in visit.get("python").inner_text()
+        link = visit.get("permalink").input_value()
+        visit.get("remove").check(force=True)
+        drag(visit, (0.1, 0.1), (0.3, 0.1))
+        expect(visit.get("photo")).not_to_have_attribute("aria-label", re.compile("0 of 24 hidden"))
+        assert serious(visit.page) == []
+        visit.well()
+        visit.page.goto("about:blank")
+        visit.page.goto(link)
+        expect(title).to_have_text("Why was “dog” missed here?")
+        expect(visit.get("ask-missed")).to_be_checked()
+        visit.get("ask-box").fill("900, 900, 950, 950")
+        visit.get("ask-box-now").click()
+        expect(visit.page.locator("#ask-trouble")).to_contain_text("outside the image")
+        visit.page.locator("#ask-trouble button").click()
+        expect(title).to_contain_text("Why this “")
+        assert "box" not in asked(visit)
+        visit.well(expected=("400",))

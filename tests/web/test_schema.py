@@ -25,6 +25,7 @@ OPERATIONS = {
     "POST /api/images": 20,
     "GET /api/images/{}": 250,
     "POST /api/predict": 250,
+    "POST /api/choices": 100,
     "POST /api/ablate": 300,
     "POST /api/inside": 200,
     "POST /api/hide": 100,
@@ -97,6 +98,7 @@ def met(case: Any, lucky: int, job: str) -> None:
         body["wait"] = min(body["wait"], 0.2)
     if lucky > 1:
         body.pop("texts", None)
+        body.pop("head", None)
         body |= {key: body[key] % 10 for key in ("target", "against") if body.get(key) is not None}
     if lucky > 1 and "methods" in body:
         for method, known in zip(body["methods"], ("genatt", "rise", "tis", "rollout"), strict=False):

@@ -22,6 +22,7 @@ from patchlight.study.evaluate import evaluate
 from patchlight.study.faithfulness import Curves, Faithfulness, rank_results, sanity_words
 from patchlight.study.run import Outcome, explain_each
 from patchlight.web import schemas
+from patchlight.web.asking import share_inside
 from patchlight.web.jobs import RunningJob, describe_error
 from patchlight.web.service import JobInput, ModelService, ResolvedQuestion, TimedMap, is_quick, quantity_of
 
@@ -111,7 +112,7 @@ def explain(job: JobInput[Any], running: RunningJob) -> dict[str, Attribution]:
             running.status.failures[label] = outcome
             running.emit("job")
         else:
-            running.status.maps.append(_map_result(label, outcome))
+            running.status.maps.append(_map_result(label, outcome, job.question))
             running.emit("map", running.status.maps[-1].model_dump_json())
 
     return find_maps(job, report)
@@ -128,7 +129,7 @@ def hide(job: JobInput[schemas.HideRequest]) -> schemas.HideResult:
     return schemas.HideResult(method=att.method, order=order, quantity=trial.quantity_words, **facts)
 
 
-def _map_result(label: str, timed: TimedMap) -> schemas.MapResult:
+def _map_result(label: str, timed: TimedMap, question: ResolvedQuestion) -> schemas.MapResult:
     """A map under the name of the request, which may be an alias or "auto"."""
     att = timed.attribution
     return schemas.MapResult(
@@ -141,6 +142,7 @@ def _map_result(label: str, timed: TimedMap) -> schemas.MapResult:
         target_label=att.target_names[0],
         against=None if att.against is None else int(att.against[0]),
         against_label=att.against_names[0] if att.against_names else None,
+        inside=share_inside(question, att),
         settings={key: value for key, value in att.settings.items() if key not in ("chunk", "precision", "compile")},
         seconds=round(timed.seconds, 3),
         warning=timed.warning,
@@ -214,7 +216,7 @@ def inside(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ins
     """Attention to each patch in each block, and the prediction if the model ended after each block."""
     question = service.resolve_question(request)
     vit = question.vit
-    class_token = vit.prefix > 0 and vit.pooling not in ("avg", "max", "map")
+    class_token = vit.prefix > 0 and vit.pooling not in ("avg", "max", "map", "gradient")
     fields = ("attention", "attention_reason", "lens", "lens_reason")
     values: dict[str, Any] = dict(zip(fields, (*_attention(question, class_token), *_lens(question)), strict=True))
     reads = "from the class token" if class_token else "from all patches on average"

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from patchlight import __version__
 from patchlight.core.errors import PatchlightError
 from patchlight.evidence.fills import Painted
-from patchlight.web import Refused, answers, schemas
+from patchlight.web import Refused, answers, asking, schemas
 from patchlight.web.files import MEDIA, make_file
 from patchlight.web.guard import has_left
 from patchlight.web.jobs import RunningJob, describe_error
@@ -116,6 +116,14 @@ async def picture(
 @routes.post("/predict", summary="The predictions for an image")
 async def predict(service: Service, body: schemas.PredictRequest) -> schemas.PredictResult:
     return await service.quick.run(lambda: answers.predict(service, body))
+
+
+@routes.post(
+    "/choices",
+    summary="What can be asked of a model that is no classifier",
+)
+async def choices(service: Service, body: schemas.AskedQuestion) -> schemas.ChoicesResult:
+    return await service.quick.run(lambda: asking.choices(service, body))
 
 
 @routes.post("/ablate", summary="The predictions when patches are painted over or their tokens are removed")

@@ -21,10 +21,10 @@ from patchlight.core.images import FORMATS, open_image
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.fills import Painted, fill_images
 from patchlight.web import Refused
-from patchlight.web.schemas import Photo
+from patchlight.web.schemas import MOST_PIXELS, Photo
 from patchlight.zoo.pocket import PHOTOS
 
-MOST_BYTES, MOST_PIXELS = 20 * 2**20, 40_000_000
+MOST_BYTES = 20 * 2**20
 ROOM = 64 * 2**20
 """Bytes of uploads that are kept, compressed: a few hundred images."""
 MOST_SCANS = 100

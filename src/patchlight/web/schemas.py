@@ -10,6 +10,8 @@ from patchlight.core.files import finite_or_none
 from patchlight.evidence.fills import Painted
 
 MOST_METHODS, MOST_VARIANTS, MOST_TEXTS, MOST_PREDICTIONS, MOST_PATCHES = 16, 64, 64, 1000, 65_536
+MOST_PIXELS = 40_000_000
+"""Largest number of pixels of an upload, and so the largest coordinate."""
 NAME = r"^[A-Za-z0-9_.+-]{1,100}$"
 
 
@@ -31,6 +33,7 @@ _WAIT = Field(ge=0, le=60, description="Seconds to wait for the end of the job b
 Seconds = Annotated[float, BeforeValidator(_number), _WAIT]
 ImageId = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$", description="A bundled image, or the id of an upload.")]
 Text = Annotated[str, Field(min_length=1, max_length=300)]
+Prompt = Annotated[str, Field(min_length=1, max_length=1000)]
 Number = Annotated[float | None, BeforeValidator(digits)]
 """A number; null if it is not finite."""
 Quantity = Literal["probability", "cosine", "output"]
@@ -48,10 +51,53 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+Pixel = Annotated[float, BeforeValidator(_number), Field(ge=0, le=MOST_PIXELS, allow_inf_nan=False)]
+Corners = Annotated[
+    tuple[Pixel, Pixel, Pixel, Pixel], Field(description="Left, top, right and bottom in pixels of the photograph.")
+]
+
+
+class HeadRequest(StrictModel):
+    """A question about the output of a model: one of `pl.heads`, with the same fields."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class BoxRequest(HeadRequest):
+    """Why a detection, why this label in a box, or why an object was missed there."""
+
+    kind: Literal["box"]
+    detection: Annotated[Index | None, Field(description="The number of a detection, the surest first.")] = None
+    box: Corners | None = None
+    label: Text | None = None
+    missed: bool = False
+
+
+class RegionRequest(HeadRequest):
+    """Why this class in a box, or in the predicted region around a point."""
+
+    kind: Literal["region"]
+    box: Corners | None = None
+    point: Annotated[tuple[Pixel, Pixel] | None, Field(description="A pixel of the photograph: x and y.")] = None
+    label: Text | None = None
+
+
+class AnswerRequest(HeadRequest):
+    """Why a word of the answer to a prompt; the target is the number of the word."""
+
+    kind: Literal["answer"]
+    prompt: Prompt
+    answer: Annotated[Prompt | None, Field(description="The answer to explain; null: what the model says.")] = None
+    force: bool = Field(False, description="Whether to explain a word that the image adds nothing to.")
+
+
 class AskedQuestion(StrictModel):
     """An image, and the class to explain."""
 
     image: ImageId
+    head: Annotated[BoxRequest | RegionRequest | AnswerRequest, Field(discriminator="kind")] | None = Field(
+        None, description="For models that are no classifiers: the question; null: their default question."
+    )
     target: Index | None = Field(None, description="The class to explain; null: the predicted class.")
     against: Index | None = Field(None, description="The class to contrast it with.")
     texts: list[Text] | None = Field(
@@ -140,6 +186,38 @@ class PredictResult(BaseModel):
     quantity: Quantity
 
 
+class DetectionChoice(BaseModel):
+    """A detection; `index` is its number for a question."""
+
+    index: int
+    box: Corners
+    label: str
+    score: Number
+
+
+class WordChoice(BaseModel):
+    """A word of an answer, and how much its log-probability falls without the image."""
+
+    word: str
+    probability: Number
+    gain: Number
+
+
+class ChoicesResult(BaseModel):
+    """What can be asked about an image, and where its current question looks."""
+
+    frame: Annotated[
+        tuple[float, float, float, float],
+        Field(description="The part of the photograph that the model sees: left, top, right, bottom in its pixels."),
+    ]
+    detections: list[DetectionChoice] = []
+    boxes: Annotated[list[Corners], Field(description="The boxes of the question.")] = []
+    words: list[WordChoice] = []
+    index: Annotated[int, Field(description="What is explained if the question has no target.")] = 0
+    answer: str = ""
+    prompt: str = ""
+
+
 class AblateResult(BaseModel):
     """The predictions for the unchanged image (`whole`) and for each variant."""
 
@@ -160,6 +238,7 @@ class MapResult(BaseModel):
     target_label: str
     against: int | None
     against_label: str | None
+    inside: Annotated[Number, Field(description="The share of the positive scores in the question's box or region.")]
     settings: dict[str, Any]
     seed: int
     seconds: float
@@ -284,6 +363,8 @@ class ModelFacts(BaseModel):
     classes: int
     labels: list[str]
     quantity: Quantity
+    task: str = Field(description="'detection', 'segmentation', …; empty for classifiers.")
+    class_names: list[str] = Field(description="The classes that a question can name; empty for classifiers.")
     takes_texts: bool
     texts: list[str] = Field(description="The sentences that are its classes, if they share one template.")
     template: str

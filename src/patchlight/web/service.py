@@ -23,7 +23,7 @@ from patchlight.core.attribution import Attribution
 from patchlight.core.errors import NoClassifier, PatchlightError, Unsupported, collect_warnings
 from patchlight.core.paths import command_without_folders, remove_folders
 from patchlight.core.registry import Setting
-from patchlight.core.targets import Targets, class_index, cosines, top_classes
+from patchlight.core.targets import Targets, class_index, cosines
 from patchlight.engine import explain
 from patchlight.evidence.fills import Painted, describe_fill
 from patchlight.evidence.rules import RULES
@@ -32,7 +32,8 @@ from patchlight.methods.requests import MethodInfo, Request, list_methods, refus
 from patchlight.study.catalogue import RECOMMENDED
 from patchlight.study.faithfulness import Faithfulness, Trial
 from patchlight.web import schemas
-from patchlight.web.images import MOST_BYTES, MOST_PIXELS, ImageStore, StoredImage, bundled_photos
+from patchlight.web.asking import check_word, default_index, question_of, with_default_question
+from patchlight.web.images import MOST_BYTES, ImageStore, StoredImage, bundled_photos
 from patchlight.web.jobs import JobStore, WorkQueue
 
 COMPOSED = ("fullgrad-plus.libra", "decompx.plus", "decompx.skipplus", "ixg.plus.libra", "ixg.skipplus")
@@ -55,7 +56,7 @@ def with_default_texts(error: NoClassifier) -> Anatomy:
 
 
 def _takes_texts(vit: Anatomy) -> bool:
-    return type(vit).encode_texts is not Anatomy.encode_texts
+    return not vit.task and type(vit).encode_texts is not Anatomy.encode_texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +147,7 @@ class ModelService:
     """
 
     def __init__(self, vit: Anatomy, python: str = "", cli: str = "") -> None:
-        self.vit = vit
+        self.vit = with_default_question(vit)
         self.python, self.cli = remove_folders(python), remove_folders(command_without_folders(cli))
         self.images = ImageStore(vit)
         each = max(1, (os.cpu_count() or 2) // 2)
@@ -154,11 +155,12 @@ class ModelService:
         self.files = WorkQueue("files", 8, SLOW, each)
         self.jobs = JobStore()
         self.seconds: dict[str, float] = {}
-        self.lock = threading.Lock()
+        self.lock, self._preparing = threading.Lock(), threading.Lock()
         self.maps: LRUCache[Hashable, TimedMap] = LRUCache(256)
         self._trials: LRUCache[Hashable, Trial] = LRUCache(32)
         self._results: LRUCache[Hashable, Faithfulness] = LRUCache(256)
         self._models: LRUCache[Hashable, Anatomy] = LRUCache(8)
+        self._prepared: LRUCache[Hashable, Anatomy] = LRUCache(32)
         self._logits: LRUCache[Hashable, Tensor] = LRUCache(256)
         self.chunk = self._timed_chunk()
         self.quick.pool.submit(self._warm)
@@ -183,7 +185,7 @@ class ModelService:
     def forget(self) -> None:
         """Clear the caches: the model may have been trained meanwhile."""
         with self.lock:
-            for cache in (self.maps, self._trials, self._results, self._models, self._logits):
+            for cache in (self.maps, self._trials, self._results, self._models, self._prepared, self._logits):
                 cache.clear()
 
     def close(self) -> None:
@@ -195,7 +197,7 @@ class ModelService:
 
     def _timed_chunk(self) -> int | None:
         """Variants per chunk, so that a chunk takes about CHUNK seconds; None on an accelerator, which has its own."""
-        vit = self.vit
+        vit = self.vit if self.vit.question is None else self.vit.bare or self.vit
         if vit.device.type == "cuda":
             return None
         image = torch.zeros(1, *vit.input_shape)
@@ -206,21 +208,46 @@ class ModelService:
     def resolve_question(self, question: schemas.AskedQuestion, image: StoredImage | None = None) -> ResolvedQuestion:
         """Find the image, the classes and the logits of a question, or say what is wrong with it."""
         image = image or self.images.find(question.image)
-        texts = None if question.texts is None else (tuple(question.texts), question.template)
-        vit = self.vit if texts is None else self._with_texts(*texts)
-        logits = self._image_logits(vit, image, texts)
+        vit, asked = self._asked_of(question, image)
+        logits = self._image_logits(vit, image, asked)
         if not bool(logits.isfinite().all()):
             raise PatchlightError(f"{vit.name} gives NaN or infinity for this image, so it cannot be explained.")
-        index = int(top_classes(logits, vit.outputs).index[0, 0])
+        index = default_index(vit, logits)
         if question.target is not None:
             index = class_index(question.target, vit.outcomes, vit.labels)
+            if not getattr(question.head, "force", False):
+                check_word(vit, index)
         targets = Targets(torch.tensor([[index]]))
         if question.against is not None:
             against = class_index(question.against, vit.outcomes, vit.labels)
             if against == index:
                 raise PatchlightError(f"'{vit.label(index)}' cannot be contrasted with itself; choose another class.")
             targets = Targets(targets.index, torch.tensor([[against]]))
-        return ResolvedQuestion(vit, image, targets, logits, (image.id, texts, index, question.against))
+        return ResolvedQuestion(vit, image, targets, logits, (image.id, asked, index, question.against))
+
+    def _asked_of(self, question: schemas.AskedQuestion, image: StoredImage) -> tuple[Anatomy, Hashable]:
+        """The model with the question of a request, and what identifies the question in the caches."""
+        if question.texts is not None and question.head is not None:
+            raise PatchlightError("Give texts or head, not both.")
+        if question.texts is not None:
+            texts = (tuple(question.texts), question.template)
+            return self._with_texts(*texts), texts
+        if question.head is None and self.vit.question is None:
+            return self.vit, None
+        head = question.head
+        if isinstance(head, schemas.AnswerRequest):
+            head = head.model_copy(update={"force": False})
+        return self._prepared_for(image, head), head
+
+    @cachedmethod(lambda s: s._prepared, key=lambda _, image, head: (image.id, head), lock=lambda s: s.lock)
+    def _prepared_for(self, image: StoredImage, head: schemas.HeadRequest | None) -> Anatomy:
+        """The model with a question about its output, prepared for an image."""
+        vit = self.vit if head is None else self.vit.ask(question_of(head))
+        with self._preparing:  # an anatomy's own cache is not made for threads
+            prepared = vit.prepared(image.tensor, image.size)
+        if prepared.outcomes == 0:
+            raise PatchlightError(f"The answer of {vit.name} has no words; ask something else.")
+        return prepared
 
     @cachedmethod(lambda self: self._models, lock=lambda self: self.lock)
     def _with_texts(self, texts: tuple[str, ...], template: str) -> Anatomy:
@@ -228,8 +255,8 @@ class ModelService:
             raise Unsupported(f"{self.vit.name} has no text encoder, so its classes are fixed; leave out texts.")
         return (self.vit.bare or self.vit).ask(Texts(list(texts), template=template))
 
-    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, texts: (image.id, texts), lock=lambda s: s.lock)
-    def _image_logits(self, vit: Anatomy, image: StoredImage, texts: Hashable) -> Tensor:
+    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, asked: (image.id, asked), lock=lambda s: s.lock)
+    def _image_logits(self, vit: Anatomy, image: StoredImage, asked: Hashable) -> Tensor:
         return vit.logits(image.tensor).float().cpu()
 
     @cachedmethod(lambda self: self._trials, key=lambda self, *args: _test_key(*args), lock=lambda self: self.lock)
@@ -299,6 +326,8 @@ class ModelService:
             classes=vit.outcomes,
             labels=[vit.label(i) for i in range(vit.outcomes)],
             quantity=quantity_of(vit),
+            task=vit.task,
+            class_names=list(getattr(vit, "class_names", ())),
             takes_texts=_takes_texts(vit),
             texts=head["texts"] if len(templates) == 1 else [],
             template=templates[0] if len(templates) == 1 else "{}",
@@ -310,7 +339,7 @@ class ModelService:
             **{key: getattr(self, key) for key in ("auto", "python", "cli")},
             methods=self.first_methods,
             bytes=MOST_BYTES,
-            pixels=MOST_PIXELS,
+            pixels=schemas.MOST_PIXELS,
             device=str(vit.device),
             version=__version__,
         )

@@ -1,5 +1,6 @@
 /** Hide patches by hand; the predictions follow. At most one request is under way, and the latest state is sent next. */
 import { post } from "./api.js";
+import { drawing } from "./asking.js";
 import { showNow } from "./question.js";
 import { link, patchUnder } from "./cursor.js";
 import { $, onFrame, place, say } from "./dom.js";
@@ -94,7 +95,7 @@ function watchPointer(canvas) {
     stroke.begun = true;
   };
   canvas.addEventListener("pointerdown", (event) => {
-    if (!facts.model || !photo || (event.button !== 0 && event.button !== 2)) return;
+    if (!facts.model || !photo || drawing() || (event.button !== 0 && event.button !== 2)) return;
     canvas.setPointerCapture(event.pointerId);
     const opposite = event.shiftKey || event.button === 2;
     stroke = { set: new Set(state.removed), removes: $("mode-remove").checked !== opposite, last: null, begun: false };
@@ -188,7 +189,7 @@ function drawControls() {
   $("only").checked = state.only;
   $("mode-remove").nextElementSibling.textContent = state.only ? "Show" : "Hide";
   $("mode-back").nextElementSibling.textContent = state.only ? "Hide" : "Show";
-  $("photo-hint").textContent = state.only ? "Drag over what to show" : "Drag to hide patches";
+  $("photo-hint").textContent = drawing() ? "Click a place or drag a box to ask why" : state.only ? "Drag over what to show" : "Drag to hide patches";
   $("fill-field").classList.toggle("off", state.unit === "token");
   $("fill").disabled = state.unit === "token";
 }
@@ -225,13 +226,14 @@ export function start() {
   $("redo").addEventListener("click", redo);
   $("invert").addEventListener("click", invert);
   $("reset").addEventListener("click", reset);
+  for (const radio of document.getElementsByName("brush-mode")) radio.addEventListener("change", drawControls);
   $("unit").addEventListener("change", (event) => set({ unit: event.target.value }));
   $("fill").addEventListener("change", (event) => set({ fill: event.target.value }));
   $("only").addEventListener("change", (event) => set({ only: event.target.checked }));
   on("unit fill only", drawControls);
   on("removed unit fill only", () => ((since ??= performance.now()), ablate(), draw(), drawButtons()));
   on("image", () => ((past.length = future.length = 0), drawButtons()));
-  on("image target against texts template", () => gone().length && ablate());
+  on("image target against head texts template", () => gone().length && ablate());
   on("photo fill-picture model", draw);
   on("returned", () => $("photo-veil").hidden || ablate());
 }

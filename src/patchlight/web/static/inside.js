@@ -110,7 +110,7 @@ function drawLens() {
 let timer = 0;
 /** Listen; a new question is sent after the maps, which come first. */
 export function start() {
-  on("image target against texts template model", () => {
+  on("image target against head texts template model", () => {
     old(true);
     clearTimeout(timer);
     timer = setTimeout(look, 400);

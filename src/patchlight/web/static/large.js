@@ -1,4 +1,5 @@
 /** The large map of the first view: the default method, or the one that was enlarged. */
+import { insideWords } from "./asking.js";
 import { link, strongest } from "./cursor.js";
 import { $, duration, h, number, onFrame } from "./dom.js";
 import { drawHeat, drawLegend } from "./heat.js";
@@ -39,12 +40,13 @@ const draw = onFrame(() => {
   drawName(map);
   if (!photo || photo.id !== state.image) return;
   const canvas = $("map"), { width, height } = photo;
-  const look = JSON.stringify([photo.id, method?.name, map?.map.seconds, map?.map.target, map?.map.against, map?.map.settings, map && scaleOf(map), state.seed, state.colours, state.opacity, state.smooth]);
+  const look = JSON.stringify([photo.id, method?.name, map?.map.seconds, map?.map.target, map?.map.against, state.head, map?.map.settings, map && scaleOf(map), state.seed, state.colours, state.opacity, state.smooth]);
   if (look === drawn) return;
   drawn = look;
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   $("map-scale").hidden = !map;
   $("map-note").hidden = !map?.map.warning;
+  $("map-inside").hidden = !insideWords(map?.map);
   if (!map) return drawGrey(canvas);
   const scale = scaleOf(map);
   drawHeat(canvas, photo.largeGrey, map, scale, state);
@@ -53,6 +55,7 @@ const draw = onFrame(() => {
   $("map-high").textContent = scale.signed ? "supports" : "high";
   $("map-scale").title = `Raw scores from ${number(scale.signed ? -scale.high : scale.low)} to ${number(scale.high)}`;
   $("map-note").textContent = map.map.warning;
+  $("map-inside").textContent = insideWords(map.map).replace("inside", `of the evidence in favour is inside the ${state.head?.kind === "region" && !state.head.box ? "region" : "box"}.`);
   const against = map.map.against_label ? ` rather than ${map.map.against_label}` : "";
   canvas.setAttribute("aria-label", `Map of ${method.name}: why ${map.map.target_label}${against}. Strongest patches: ${strongest(map.patches)}`);
   if (first) (first = false), tell("first-map");
@@ -91,7 +94,7 @@ const drawOutline = onFrame(() => {
 export function start() {
   link($("map-stage"), $("map"), { act: toggle, describe: (patch) => (largeMap() ? number(largeMap().patches[patch]) : "not ready yet") });
   $("map-working").append(h("button", { type: "button", class: "quiet", "data-testid": "cancel-large", onclick: () => cancel(largeMethod().name) }, "Cancel"));
-  on("maps photo methods large colours opacity scale smooth model image target against seed", draw);
+  on("maps photo methods large colours opacity scale smooth model image target against head seed", draw);
   on("removed only photo", drawOutline);
   on("working", draw);
 }

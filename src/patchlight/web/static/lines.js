@@ -25,12 +25,19 @@ export function className(index, labels) {
   return unsure ? index : label;
 }
 
+/** The question for a model that is no classifier, as one of `pl.heads`. */
+function headCall({ kind, ...fields }) {
+  const value = (each) => (Array.isArray(each) ? `(${each.map(pythonValue).join(", ")})` : pythonValue(each));
+  const given = Object.entries({ ...fields, ...(kind === "answer" && { force: true }) });
+  return `pl.heads.${kind[0].toUpperCase()}${kind.slice(1)}(${given.map(([key, each]) => `${key}=${value(each)}`).join(", ")})`;
+}
+
 /**
- * The code for {open, image, bundled, methods, target, against, labels, texts, template, seed, test}: `open` loads the model,
+ * The code for {open, image, bundled, methods, target, against, labels, head, texts, template, seed, test}: `open` loads the model,
  * `image` is a file name, `bundled` whether it is a photograph of the package, `test` the {steps, unit, fill} of the faithfulness
  * test if it was run.
  */
-export function pythonLines({ open, image, bundled, methods, target, against, labels, texts, template, seed, test }) {
+export function pythonLines({ open, image, bundled, methods, target, against, labels, head, texts, template, seed, test }) {
   const lines = ["import patchlight as pl", ""];
   lines.push(open ? `vit = ${open}` : "# vit is the model that was passed to pl.show");
   if (texts.length) {
@@ -44,7 +51,7 @@ export function pythonLines({ open, image, bundled, methods, target, against, la
     : `[${methods.map(({ name }) => python(name)).join(", ")}]`;
   const name = (index) => pythonValue(className(index, labels));
   const classes = target === null ? "" : `, target=${name(target)}${against === null ? "" : `, against=${name(against)}`}`;
-  lines.push(`maps = pl.explain(vit, image, ${list}${classes}${seed ? `, seed=${seed}` : ""})`);
+  lines.push(`maps = pl.explain(vit, image, ${list}${head ? `, head=${headCall(head)}` : ""}${classes}${seed ? `, seed=${seed}` : ""})`);
   lines.push('pl.figure(image, maps, vit=vit, path="explained.png")');
   if (test) {
     const fill = test.unit === "patch" ? `, fill=${python(test.fill)}` : "";

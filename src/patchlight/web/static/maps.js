@@ -1,5 +1,6 @@
 /** The maps: the large one is requested first, then the other quick ones together, then slow ones one by one. */
 import { follow } from "./api.js";
+import { insideWords } from "./asking.js";
 import { link, strongest } from "./cursor.js";
 import { $, breakable, duration, h, number, onFrame, place, say } from "./dom.js";
 import { commonScale, drawHeat, drawLegend, flat, onPatches, robustScale } from "./heat.js";
@@ -133,6 +134,7 @@ function cardOf(method) {
   const fact = facts.methods.get(name);
   const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not ready yet` });
   const stage = h("div", { class: "stage" }, canvas);
+  const inside = h("span", { class: "inside-share", title: "The share of the evidence in favour that lies in the box or region" });
   const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "Computing time; quick methods share one pass" });
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {});
@@ -150,12 +152,12 @@ function cardOf(method) {
     onclick: () => (set({ large: name }), $("why").scrollIntoView()) }, "⤢");
   const card = {
     name, state: "new", key: "", work: null, progress: null, error: "", lost: false, drawn: "", shows: "", canvas,
-    parts: { here, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
+    parts: { here, inside, took, legend, low, high, note, bar, count, working, sentence, failed, stage },
     element: h("li", { class: "card", "data-testid": `map-${name}`, "data-state": "new" },
       h("div", { class: "card-head" }, h("h3", { title: fact ? `${fact.summary} (${fact.paper})` : name }, breakable(name)), enlarge, close),
       stage,
       h("div", { class: "scale" }, low, legend, high),
-      h("div", { class: "card-foot" }, here, fact?.ignores_class && badge(), took), note, working, failed),
+      h("div", { class: "card-foot" }, here, inside, fact?.ignores_class && badge(), took), note, working, failed),
   };
   link(stage, canvas, { act: toggle, describe: (patch) => {
     const map = shownIn(card);
@@ -199,6 +201,7 @@ function drawCard(card) {
   parts.took.textContent = duration(map.map.seconds);
   parts.note.hidden = !map.map.warning;
   parts.note.textContent = map.map.warning;
+  parts.inside.textContent = insideWords(map.map);
   const against = map.map.against_label ? ` rather than ${map.map.against_label}` : "";
   canvas.setAttribute("aria-label", `${card.name}, why ${map.map.target_label}${against}. Strongest patches: ${strongest(map.patches)}`);
   drawHere(card);
@@ -210,7 +213,7 @@ function drawBare(card) {
   fit(card);
   card.drawn = "";
   card.element.classList.remove("stale");
-  for (const part of [card.parts.took, card.parts.here]) part.textContent = "";
+  for (const part of [card.parts.took, card.parts.here, card.parts.inside]) part.textContent = "";
   card.parts.note.hidden = true;
   card.canvas.setAttribute("aria-label", `${card.name}, not ready yet`);
   const context = card.canvas.getContext("2d", { willReadFrequently: true });
@@ -300,7 +303,7 @@ export function start() {
   };
   on("opacity colours scale smooth seed", show);
   on("opacity colours scale smooth photo", draw);
-  on("image target against texts template methods large seed model", soon);
+  on("image target against head texts template methods large seed model", soon);
   on("measured", requestMissing);
   on("returned", () => retry([...cards.values()].filter((card) => card.state === "failed" && card.lost)));
   on("cursor", drawNumbers);

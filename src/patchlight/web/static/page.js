@@ -1,5 +1,6 @@
 /** The entry point: starts all parts and sends the first requests at once. */
 import { get } from "./api.js";
+import * as asking from "./asking.js";
 import { $, say, trouble } from "./dom.js";
 import * as hide from "./hide.js";
 import * as inside from "./inside.js";
@@ -69,7 +70,7 @@ function watchKeys() {
 }
 
 async function start() {
-  for (const part of [ask, hide, methods, story, maps, large, pair, test, inside, share]) part.start();
+  for (const part of [ask, asking, hide, methods, story, maps, large, pair, test, inside, share]) part.start();
   watchTheme();
   watchKeys();
   on("first-map", () => {

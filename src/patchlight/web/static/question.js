@@ -1,4 +1,5 @@
 /** The question: an image and a class; and the predictions of the model as bars. */
+import { title as headTitle } from "./asking.js";
 import { Problem, post, showPicture, upload } from "./api.js";
 import { $, h, say, settled, trouble, valueText } from "./dom.js";
 import { loadPhoto, photo } from "./picture.js";
@@ -24,7 +25,8 @@ export function choosePhoto(id) {
 /** Change the image; what belongs to the previous one is reset. */
 function choose(image) {
   const { target, against, removed, only, tested, step, cursor } = FRESH;
-  set({ image, target, against, removed, only, tested, step, cursor });
+  const head = state.head?.kind === "answer" ? state.head : FRESH.head;
+  set({ image, head, target, against, removed, only, tested, step, cursor });
 }
 
 /** Take a file that was dropped, pasted or chosen: an image, or a saved session. */
@@ -132,6 +134,7 @@ async function predict() {
     if (key !== JSON.stringify(question())) return;
     trouble(box, "");
     predicted.whole = { ...whole, image: asked.image };
+    if (facts.model?.task) facts.names = new Map([...whole.predictions, ...whole.asked].map((each) => [each.index, each.label]));
     if (!state.removed.length) predicted.now = null;
     draw();
     firstAnswer();
@@ -161,7 +164,7 @@ export function showNow(whole, now) {
 export const current = () => (predicted.now ?? predicted.whole)?.asked ?? [];
 
 /** The explained class: the chosen one, else the predicted one; null until it is known. */
-export const asked = () => state.target ?? (predicted.whole?.predictions[0]?.index ?? null);
+export const asked = () => state.target ?? (predicted.whole?.[facts.model?.task ? "asked" : "predictions"][0]?.index ?? null);
 
 const byIndex = (predicted) => new Map([...(predicted?.asked ?? []), ...(predicted?.predictions ?? [])].map((each) => [each.index, each]));
 
@@ -273,9 +276,10 @@ function drawWhy() {
   const index = asked();
   const title = $("why-title");
   if (index === null) title.textContent = "Why?";
+  else if (facts.model?.task && state.against === null) title.textContent = headTitle(index);
   else if (state.against === null) title.textContent = `Why ${label(index)}?`;
   else title.textContent = `Why ${label(index)} rather than ${label(state.against)}?`;
-  $("clear-target").hidden = state.target === null || state.target === predicted.whole?.predictions[0]?.index;
+  $("clear-target").hidden = state.target === null || state.target === predicted.whole?.predictions[0]?.index || Boolean(facts.model?.task);
   $("clear-against").hidden = state.against === null;
 }
 
@@ -356,8 +360,8 @@ export function start() {
     predicted.now = null;
     showPhoto();
   });
-  on("image target against texts template", (changed) => {
-    if (changed.some((key) => key === "texts" || key === "template")) predicted.whole = predicted.now = null;
+  on("image target against head texts template", (changed) => {
+    if (changed.some((key) => ["texts", "template", "head"].includes(key))) predicted.whole = predicted.now = null;
     draw();
     predict();
   });

@@ -119,7 +119,7 @@ const draw = settled(() => {
   const methods = state.methods.filter(({ name }) => state.against === null || name === "random" || !facts.methods.get(name)?.ignores_class);
   const lines = {
     open: facts.model.python, options: facts.model.cli, image: bundled() ? `${state.image}.jpg` : uploaded().name ?? "photo.jpg", bundled: bundled(), methods,
-    target: state.against === null ? state.target : asked(), against: state.against, labels: labels(), texts: state.texts, template: state.template, seed: state.seed,
+    target: state.against === null ? state.target : asked(), against: state.against, labels: labels(), head: state.head, texts: state.texts, template: state.template, seed: state.seed,
     test: state.tested && { steps: STEPS, unit: state.unit, fill: state.fill },
   };
   const ready = methods.length > 0;
@@ -135,5 +135,5 @@ export function start() {
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy($(button.dataset.copy).textContent, button));
   for (const button of document.querySelectorAll("[data-kind]")) button.addEventListener("click", () => download(button));
   $("save-state").addEventListener("click", saveState);
-  on("image target against texts template methods large seed unit fill removed only colours opacity scale smooth pair tested step shown cursor model", draw);
+  on("image target against head texts template methods large seed unit fill removed only colours opacity scale smooth pair tested step shown cursor model", draw);
 }

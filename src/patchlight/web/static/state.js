@@ -8,6 +8,7 @@
  *   target     index of the explained class; default: the predicted one
  *   against    index of the class that it is contrasted with
  *   text       a sentence as a class; repeated, in order
+ *   head       the question for a model that is no classifier, as JSON in the API's form
  *   template   prompt template for each sentence, with {} for the sentence
  *   methods    names, separated by commas; the first one is shown large
  *   large      the method that is shown large instead
@@ -31,7 +32,7 @@
 
 /** The state of a page that was just opened. */
 export const FRESH = {
-  image: null, target: null, against: null, texts: [], template: "{}", methods: [], large: null, seed: 0, unit: "patch",
+  image: null, head: null, target: null, against: null, texts: [], template: "{}", methods: [], large: null, seed: 0, unit: "patch",
   fill: "image-mean", removed: [], only: false, colours: "auto", opacity: 0.8, scale: "each", smooth: true, pair: null,
   tested: false, step: 0, shown: null, cursor: null,
 };
@@ -41,9 +42,9 @@ export const state = { ...FRESH };
 
 /**
  * What does not belong into a link: the model, the methods, names and bytes of uploaded images by id, and whether the sentence
- * about the large map is being measured (the other maps wait for it).
+ * about the large map is being measured (the other maps wait for it). `names` are the labels of a question about an output.
  */
-export const facts = { model: null, methods: new Map(), uploads: new Map(), measuring: false };
+export const facts = { model: null, methods: new Map(), uploads: new Map(), measuring: false, names: new Map() };
 
 /** The name and bytes of the uploaded image; null if they are unknown. */
 export const uploaded = () => facts.uploads.get(state.image) ?? { name: null, blob: null };
@@ -77,11 +78,12 @@ export function set(change) {
  * `view`; returns whether a class does not exist here.
  */
 export function setView(view) {
-  const { model } = facts, patches = model.grid[0] * model.grid[1], classes = view.texts.length || model.classes;
+  const { model } = facts, patches = model.grid[0] * model.grid[1], classes = model.task ? Infinity : view.texts.length || model.classes;
   const odd = [view.target, view.against].some((index) => index !== null && index >= classes) || (view.target !== null && view.target === view.against);
   set({ tested: false });
   set({
     ...view, ...(odd && { target: null, against: null }),
+    head: model.task ? view.head : null,
     methods: chosenMethods(view.methods),
     fill: [view.fill, FRESH.fill, ...model.fills].find((fill) => model.fills.includes(fill)) ?? FRESH.fill,
     unit: model.no_tokens === null ? view.unit : FRESH.unit,
@@ -109,15 +111,15 @@ export function tell(key) {
 
 /** The question in the form of the API. */
 export function question() {
-  const { image, target, against, texts, template } = state;
-  return { image, target, against, ...(texts.length && { texts, template }) };
+  const { image, head, target, against, texts, template } = state;
+  return { image, target, against, ...(head && { head }), ...(texts.length && { texts, template }) };
 }
 
 /** Names of the classes: the sentences, or the model's labels. */
 export const labels = () => (state.texts.length ? state.texts : facts.model ? facts.model.labels : []);
 
 /** The name of a class. */
-export const label = (index) => labels()[index] ?? `class ${index}`;
+export const label = (index) => facts.names.get(index) ?? labels()[index] ?? `class ${index}`;
 
 /** Patches as short text: [3,10,11,12] is 3,10-12. */
 export function packed(patches) {
@@ -148,6 +150,7 @@ export function written(of = state) {
   const put = (key, value) => out.append(key, String(value));
   const plain = "image target against template large seed unit fill colours opacity scale step shown cursor";
   for (const key of plain.split(" ")) if (!same(of[key], FRESH[key]) && of[key] !== null) put(key, of[key]);
+  if (of.head) put("head", JSON.stringify(of.head));
   for (const text of of.texts) put("text", text);
   if (of.methods.length) put("methods", of.methods.map((method) => method.name).join(","));
   for (const { name, settings } of of.methods)
@@ -169,6 +172,16 @@ function setting(text) {
   }
 }
 
+/** The object that a text of JSON describes; null for anything else, or if it is long. The server checks its fields. */
+function json(text) {
+  try {
+    const value = text && text.length <= 4000 ? JSON.parse(text) : null;
+    return value && typeof value === "object" && !Array.isArray(value) ? value : null;
+  } catch {
+    return null;
+  }
+}
+
 /** The state of a fragment; missing and invalid parts get their defaults. */
 export function read(fragment) {
   const query = new URLSearchParams(fragment.replace(/^#/, ""));
@@ -186,6 +199,7 @@ export function read(fragment) {
   matching("template", /^.{1,300}$/s);
   const opacity = Number.parseFloat(query.get("opacity"));
   if (opacity >= 0 && opacity <= 1) view.opacity = opacity;
+  view.head = json(query.get("head"));
   view.texts = query.getAll("text").map((text) => text.trim()).filter(Boolean).slice(0, 64);
   const names = (query.get("methods") ?? "").split(",").filter((name) => /^[A-Za-z0-9_.+-]{1,100}$/.test(name));
   if (names.length) {

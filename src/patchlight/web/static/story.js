@@ -107,6 +107,6 @@ export function start() {
   $("play-step").addEventListener("input", (event) => (pause(), go(Number(event.target.value), false)));
   on("maps unit fill", measure);
   on("returned", measure);
-  on("removed only image target against model predictions", draw);
+  on("removed only image target against head model predictions", draw);
   calm.addEventListener("change", draw);
 }

@@ -214,7 +214,7 @@ export function start() {
     set({ tested: false, step: 0 });
     say("Patches are now hidden in another way; test again");
   });
-  on("image target against texts template", (changed) => {
+  on("image target against head texts template", (changed) => {
     forget();
     if (!changed.includes("tested")) set({ tested: false, step: 0 });
   });

@@ -1,0 +1,125 @@
+"""Questions of clients about the output of a model: what can be asked about an image, and where a question looks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy import heads
+from patchlight.anatomy.heads.answer import VISUAL
+from patchlight.anatomy.opened import Anatomy
+from patchlight.core.attribution import Attribution
+from patchlight.core.errors import PatchlightError
+from patchlight.core.targets import top_classes
+from patchlight.web import schemas
+
+if TYPE_CHECKING:
+    from patchlight.web.service import ModelService, ResolvedQuestion
+
+PROMPT = "What is in the image?"
+"""What a vision-language model is asked if a client asks nothing."""
+SURE, FEW, MOST = 0.3, 3, 50
+"""Detections with at least this score are listed; if there are fewer than FEW, the surest ones are; never more than
+MOST."""
+
+
+def question_of(request: schemas.HeadRequest) -> heads.Question:
+    """The question of a request."""
+    fields = request.model_dump(exclude={"kind"}, exclude_none=True)
+    if isinstance(request, schemas.BoxRequest):
+        return heads.Box(**fields)
+    if isinstance(request, schemas.AnswerRequest):
+        return heads.Answer(**{**fields, "force": True})  # every word has a number; `check_word` refuses
+    raise PatchlightError(f"Questions of kind '{request.kind}' are not available.")  # type: ignore[attr-defined]
+
+
+def with_default_question(vit: Anatomy) -> Anatomy:
+    """The model with the question that is asked if a client gives none; a classifier as it is."""
+    if not vit.task or vit.head is not None:
+        return vit
+    answers = vit.task == "answers"
+    return vit.ask(heads.Answer(PROMPT, force=True) if answers else vit.default_question())
+
+
+def check_word(vit: Anatomy, index: int) -> None:
+    """Refuse a word of an answer that the image adds almost nothing to."""
+    question = vit.question
+    if isinstance(question, heads.Answer) and question.words and not question.words[index].gain > VISUAL:
+        raise PatchlightError(
+            f"The image adds almost nothing to '{vit.label(index)}' (gain {question.words[index].gain:.2g} nats), so a "
+            "map would not explain it; give force to see it anyway."
+        )
+
+
+def default_index(vit: Anatomy, logits: Tensor) -> int:
+    """What is explained by default: the predicted class, the first label of a question, or its most visual word."""
+    words = getattr(vit.question, "words", ())
+    if words:
+        return max(range(len(words)), key=lambda i: words[i].gain)
+    target = None if vit.question is None else vit.question.default_target()
+    if target is None:
+        return int(top_classes(logits, vit.outputs).index[0, 0])
+    return target if isinstance(target, int) else 0
+
+
+def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.ChoicesResult:
+    """What can be asked about an image, and where its current question looks."""
+    image = service.images.find(request.image)
+    bare: Any = service.vit.bare or service.vit
+    result = schemas.ChoicesResult(frame=frame_of(bare, image.size))
+    if bare.task == "detection":
+        with torch.no_grad(), bare.steady():
+            found = bare.found(bare.call(image.tensor), image.size)[:MOST]
+        result.detections = [
+            schemas.DetectionChoice(index=i, box=each.box, label=each.label, score=each.score)
+            for i, each in enumerate(found)
+            if each.score >= SURE or i < FEW
+        ]
+    resolved = service.resolve_question(request, image)
+    question: Any = resolved.vit.question
+    result.index = resolved.index
+    if isinstance(question, heads.Box | heads.Boxes):
+        marked = bare.to_photograph(torch.stack([held.box for held in question.references]).float(), image.size)
+        result.boxes = [tuple(box) for box in marked.tolist()]
+    if isinstance(question, heads.Answer):
+        result.answer, result.prompt = question.text, str(question.prompt)
+        result.words = [
+            schemas.WordChoice(word=each.word, probability=each.probability, gain=each.gain) for each in question.words
+        ]
+    return result
+
+
+def frame_of(vit: Anatomy, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The part of a photograph that the model sees, in its pixels: left, top, right, bottom."""
+    part, resized, corner = vit.preprocess.framing(*size)
+    height, width = vit.preprocess.size
+    scale = [(part[i + 2] - part[i]) / resized[i] for i in (0, 1)]
+    left, top = (part[i] + corner[i] * scale[i] for i in (0, 1))
+    return left, top, left + width * scale[0], top + height * scale[1]
+
+
+def share_inside(question: ResolvedQuestion, att: Attribution) -> float | None:
+    """The share of the positive scores of a map that lies in the box or region of its question; None without one."""
+    vit = question.vit
+    region = _region(vit, question.index)
+    if region is None:
+        return None
+    if att.level == "token":
+        region = region[: vit.extent[0], : vit.extent[1]]
+    scores = att.scores[0].clamp(min=0)
+    inside = scores * F.interpolate(region[None, None], scores.shape, mode="area")[0, 0]
+    return float(inside.sum() / scores.sum()) if bool(scores.sum() > 0) else None
+
+
+def _region(vit: Anatomy, index: int) -> Tensor | None:
+    """The pixels [H,W] of the model's input that a question is about: 1 inside, 0 outside."""
+    question: Any = vit.question
+    if not isinstance(question, heads.Box | heads.Boxes):
+        return None
+    left, top, right, bottom = question.boxes_in_input()[index].round().int().tolist()
+    region = torch.zeros(vit.preprocess.size)
+    region[top : max(bottom, top + 1), left : max(right, left + 1)] = 1
+    return region
