@@ -59,6 +59,8 @@ from .study.compare import compare as compare
 from .study.evaluate import evaluate as evaluate
 from .study.recommend.run import recommend as recommend
 from .study.recommend.verdict import Verdict as Verdict
+from .study.start import StartChoice as StartChoice
+from .study.start import choose_start as choose_start
 from .trained import diffmask as diffmask
 from .trained import shapley as shapley
 from .web.show import show as show

@@ -46,7 +46,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "SufficientSets",
     ),
     "Measuring": ("evaluate", "compare", "list_metrics", "open_data", "Evaluation", "Evaluations", "Comparison"),
-    "Choosing": ("recommend", "Verdict"),
+    "Choosing": ("recommend", "Verdict", "choose_start", "StartChoice"),
     "Showing": ("figure", "show"),
     "The raw evidence": ("trace", "Evidence"),
     "Trained explainers": (
