@@ -33,6 +33,7 @@ from patchlight.anatomy.hf import (
 from patchlight.anatomy.hf import supported as classifiers
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.prompts import ANSWERING
 from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary, has_text_side
 from patchlight.core.errors import PatchlightError, first_line
 from patchlight.core.extras import missing_extra
@@ -215,7 +216,9 @@ def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     about: dict[str, Any] = {}
     if not isinstance(request.about.get("preprocess"), Preprocess):
         about["processor"] = read_processor(name, where)
-    if has_text_side(model) and "tokenizer" not in request.about:
+    if saved in ANSWERING:
+        about |= read_speech(name, where)
+    elif has_text_side(model) and "tokenizer" not in request.about:
         about["tokenizer"] = read_tokenizer(name, where)
     return model, about
 
@@ -228,6 +231,8 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     """
     check_kind(saved, f"'hf:{name}'")
     classifies = weights is not None and "classifier.weight" in weights
+    if saved in ANSWERING:
+        return saved, {}
     if saved in classifiers() or saved.endswith(
         ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
     ):
@@ -265,6 +270,19 @@ def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
     local = Path(name).is_dir()
     there = any((Path(name) / file).is_file() for file in _VOCABULARIES) if local else cached(name, *_VOCABULARIES)
     return found if there else NoTokenizer(f"none of {', '.join(_VOCABULARIES)} is there")
+
+
+def read_speech(name: str, where: Mapping[str, Any]) -> dict[str, Any]:
+    """The processor of a vision-language model, or its tokenizer alone."""
+    from transformers import AutoProcessor
+
+    try:
+        found = AutoProcessor.from_pretrained(name, **where)
+    except Exception:  # reported when a prompt is read
+        found = None
+    if hasattr(found, "image_processor") and hasattr(found, "tokenizer"):
+        return {"processor": found}
+    return {"tokenizer": read_tokenizer(name, where)}
 
 
 def _tensor(out: Any) -> Tensor:

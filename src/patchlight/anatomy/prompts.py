@@ -13,6 +13,16 @@ from PIL import Image
 from patchlight.anatomy.texts import NoTokenizer
 from patchlight.core.errors import PatchlightError, first_line
 
+ANSWERING = (
+    "LlavaForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+"""The classes of transformers that answer in words and can be opened."""
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*")
 
 
@@ -36,6 +46,8 @@ class Prompts:
     def of(processor: Any, tokenizer: Any, image_token: int, name: str) -> Prompts:
         """The text side of a processor, or of a tokenizer alone."""
         own = getattr(processor, "tokenizer", None)
+        if own is not None and getattr(processor, "patch_size", 1) is None:  # put together from its parts
+            processor, tokenizer, own = None, own if tokenizer is None else tokenizer, None
         return Prompts(own if tokenizer is None else tokenizer, None if own is None else processor, image_token, name)
 
     def _check(self) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -18,30 +19,27 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.discovery import map_tensors, tensors_in
-from patchlight.anatomy.families import register_family
+from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hf import CLIP, SIGLIP, HuggingFaceAnatomy, as_processed
 from patchlight.anatomy.intercepting import Entered, Site, crossing
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.preprocessing import applied
 from patchlight.anatomy.probe import alike, random_image
-from patchlight.anatomy.prompts import Prompts
+from patchlight.anatomy.prompts import ANSWERING, Prompts
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.anatomy.twin import Twin
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import Preprocess
 from patchlight.core.layout import Layout
+from patchlight.zoo import pocket
 
 Place = Literal["tower", "language"]
 KNOWN: Mapping[str, Preprocess] = {
-    "LlavaForConditionalGeneration": CLIP,
-    "PaliGemmaForConditionalGeneration": SIGLIP,
-    "Gemma3ForConditionalGeneration": SIGLIP,
-    "Idefics3ForConditionalGeneration": SIGLIP,
-    "SmolVLMForConditionalGeneration": SIGLIP,
-    "InternVLForConditionalGeneration": CLIP,
-    "Qwen2_5_VLForConditionalGeneration": CLIP,
+    kind: CLIP if kind.startswith(("Llava", "InternVL", "Qwen")) else SIGLIP for kind in ANSWERING
 }
 """The preprocessing of the tower that each model was published with."""
+BUNDLED = Path(pocket.__file__).parent / "pocket-vlm"
+"""The folder of the bundled model that answers questions about composed scenes."""
 _TOWERS = ("model.vision_tower", "model.vision_model", "model.visual")
 _LANGUAGES = ("model.language_model", "model.text_model")
 _NO_RULE = "norms and gated MLPs of its language model have no rule yet"
@@ -607,7 +605,7 @@ def _preprocess(model: Any, processor: Any, name: str) -> Preprocess:
     vision, known = model.config.vision_config, KNOWN[type(model).__name__]
     side = getattr(vision, "image_size", None)
     size = _UNSIZED if side is None else tuple(side) if isinstance(side, list | tuple) else (side, side)
-    images = getattr(processor, "image_processor", None)
+    images = getattr(processor, "image_processor", processor)
     if images is None:
         assumed = replace(known, size=size)
         warn(
@@ -749,3 +747,17 @@ def read_vlm(model: nn.Module, **about: Any) -> Anatomy | None:
     if given is not None and not isinstance(given, Preprocess):
         about["preprocess"] = applied(given, lambda: _preprocess(model, about.get("processor"), type(model).__name__))
     return AnswersAnatomy(model, **about)
+
+
+def create_bundled(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """The bundled model `pocket-vlm`, in float32."""
+    from patchlight.anatomy.hf_backbones import create_hf
+
+    model, about = create_hf(replace(request, name=str(BUNDLED)))
+    return model.float(), {**about, "name": "pocket-vlm"}
+
+
+@register_family("pocket-vlm", package="patchlight", create=create_bundled, names=lambda: ("pocket-vlm",))
+def read_bundled(model: nn.Module, **about: Any) -> Anatomy | None:
+    """None: the bundled model is one of transformers, which `read_vlm` opens."""
+    return None

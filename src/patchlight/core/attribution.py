@@ -199,6 +199,32 @@ class Attribution:
             photos=tuple(self.photos[i] for i in takewhile(lambda i: i < len(self.photos), rows)),
         )
 
+    def only(self, name: str) -> Attribution:
+        """The maps of one of several explained classes, by its name: one word of an answer, one of several boxes.
+
+        Args:
+            name: The name of the class, one of `target_names`.
+        """
+        if not self.several:
+            raise PatchlightError("this attribution explains one class per image, so there is none to choose")
+        count = self.scores.shape[1]
+        rows = [self.target_names[i * count : (i + 1) * count] for i in range(len(self))]
+        if any(name not in row for row in rows):
+            raise PatchlightError(f"no map explains '{name}'; there are maps of {', '.join(dict.fromkeys(rows[0]))}")
+        images, at = torch.arange(len(self)), torch.tensor([row.index(name) for row in rows])
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[images, at]
+
+        return replace(
+            self,
+            scores=self.scores[images, at],
+            target=self.target[images, at],
+            against=part(self.against),
+            error=part(self.error),
+            labels=(name,) * len(self),
+        )
+
     def _place(self, index: int) -> int:
         """The position of an image, counted from the end if negative."""
         if not -len(self) <= index < len(self):

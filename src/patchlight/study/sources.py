@@ -121,7 +121,9 @@ def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
         return Source(request=maps, method=maps_by(maps))
     if isinstance(maps, Attribution):
         if maps.several:
-            raise PatchlightError("this attribution explains several classes per image; measure one class at a time")
+            raise PatchlightError(
+                "this attribution explains several classes per image; measure one class at a time: att.only(name)"
+            )
         check_model(maps, vit)
         targets = Targets(maps.target[:, None], None if maps.against is None else maps.against[:, None])
         scores = checked_maps(maps.scores, len(maps) if count is None else count, vit)
