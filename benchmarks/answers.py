@@ -1,7 +1,7 @@
 """Measure answers of vision-language models: where maps lie, deletion against random, and costs.
 
-    python -m benchmarks.answers --scenes 50 --out DIR     # the bundled model on new scenes: a table in Markdown
-    python -m benchmarks.answers --costs --out FILE.json    # a LLaVA of 7 billion random weights, on an accelerator
+python -m benchmarks.answers --scenes 50 --out DIR     # the bundled model on new scenes: a table in Markdown
+python -m benchmarks.answers --costs --out FILE.json    # a LLaVA of 7 billion random weights, on an accelerator
 """
 
 from __future__ import annotations
@@ -60,28 +60,39 @@ def table(count: int) -> str:
     """Where the maps of the colour lie, and deletion and insertion, with 95 % intervals."""
     rows: dict[tuple[str, str], dict[str, list[float]]] = {}
     right = 0
-    places: dict[str, Any] = {"tower": pl.load("pocket-vlm"), "language": pl.load("pocket-vlm", place="language")}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    places: dict[str, Any] = {place: pl.load("pocket-vlm", device=device, place=place) for place in METHODS}
+    known = {method.name for method in pl.list_methods()}
     chosen = scenes(count)
     for number, (image, mask, question, colour) in enumerate(chosen):
         head = pl.heads.Answer(question)
-        words = places["tower"].ask(head).prepared(image).question
+        words = places["tower"].ask(head).prepared(places["tower"].batch(image)).question
         if words.words[-1].word != colour or colour not in words.labels:
             continue
         right += 1
         near = torch.nn.functional.max_pool2d(mask[None, None].float(), 8)[0, 0] > 0
         for place, vit in places.items():
             for name, settings in METHODS[place]:
-                if name not in [m.name for m in pl.list_methods()] and "." not in name:
+                if name.partition(".")[0] not in known:
                     continue
                 att = pl.explain(vit, image, name, head=head, target=colour, progress=False, **settings)
                 row = rows.setdefault((place, name), {"on": [], "deletion": [], "insertion": []})
                 top = att.top_patches(1)[0, 0].tolist()
                 row["on"].append(float(near[top[0], top[1]]))
                 for metric in ("deletion", "insertion"):
-                    value = pl.evaluate(places["tower"], image, att.scores, metric, unit="token", steps=16, head=head,
-                                        target=colour, progress=False)
+                    value = pl.evaluate(
+                        places["tower"],
+                        image,
+                        att.scores,
+                        metric,
+                        unit="token",
+                        steps=16,
+                        head=head,
+                        target=colour,
+                        progress=False,
+                    )
                     row[metric].append(float(value.values[0]))
-        print(number, flush=True)
+        print(number, end=" ", flush=True)
     lines = [
         f"Of {len(chosen)} new scenes with a question about a colour, {right} were answered correctly and the colour gained "
         "more than 0.5 nats from the image.",

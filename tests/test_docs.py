@@ -36,6 +36,7 @@ PAGES = (
     "heads",
     "heads-texts",
     "bags",
+    "answers",
     "video",
     "own-models",
     "figures",

@@ -328,3 +328,32 @@ def _least(vit: Any, image: Tensor) -> list[str]:
     if min(gains.values()) >= 0.1:
         pytest.skip("each word gains from the image")
     return [min(gains, key=lambda word: gains[word])]
+
+
+def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_path: Any) -> None:
+    import json
+
+    from patchlight.anatomy.vlm import BUNDLED
+
+    vit, on = pl.load("pocket-vlm"), []
+    for scene in json.loads((BUNDLED / "scenes/scenes.json").read_text()):
+        if "color" not in scene["question"]:
+            continue
+        photo, colour = BUNDLED / "scenes" / scene["file"], scene["answer"].split()[-1]
+        att = pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"]))
+        words = {word.word: word for word in att.words[0]}
+        shape = scene["question"].split()[-1]
+        assert colour in att.labels
+        assert words[colour].gain > 0.5
+        assert abs(words[shape].gain) < 0.1  # it follows from the question
+        row, column = att.only(colour).top_patches(1)[0, 0].tolist()
+        left, top, right, bottom = scene["box"]
+        on.append(left - 8 < 8 * column < right and top - 8 < 8 * row < bottom)
+        with pytest.raises(PatchlightError, match=f"no map explains '{shape}'"):
+            att.only(shape)
+        with pytest.raises(PatchlightError, match=f"the image adds almost nothing to '{shape}'"):
+            pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"], words=shape))
+        with pytest.raises(PatchlightError, match=r"none of them lies in words=\['cat'\]"):
+            pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"], words=["cat"]))
+    assert on
+    assert all(on)
