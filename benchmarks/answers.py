@@ -94,8 +94,8 @@ def table(count: int) -> str:
                     row[metric].append(float(value.values[0]))
         print(number, end=" ", flush=True)
     lines = [
-        f"Of {len(chosen)} new scenes with a question about a colour, {right} were answered correctly and the colour gained "
-        "more than 0.5 nats from the image.",
+        f"Of {len(chosen)} new scenes with a question about a colour, {right} were answered correctly and the colour "
+        "gained more than 0.5 nats from the image.",
         "",
         "| place | method | top patch on the object | deletion | insertion |",
         "| --- | --- | --- | --- | --- |",
@@ -179,14 +179,13 @@ def costs(small: bool) -> dict[str, Any]:
         method = pl.explain(asked, image, "auto", progress=False).method
         found[f"auto at {place}"] = seconds(lambda asked=asked: pl.explain(asked, image, "auto", progress=False))
         found[f"auto at {place}, method"] = method
-        chunk = 32
         keep = torch.tensor([[i for i in range(count) if i != v % count] for v in range(256)])
         from patchlight.evidence.ablation import Ablation, TokenSubsets
 
         ready = asked.prepared(image.cpu() if device == "cpu" else image)
         variants = TokenSubsets(torch.zeros(256, dtype=torch.long), keep)
         found[f"256 removals at {place}"] = seconds(
-            lambda ready=ready: Ablation(ready, image, chunk=chunk).logits(variants), 2
+            lambda ready=ready, keep=variants: Ablation(ready, image, chunk=32).logits(keep), 2
         )
     batch = image.expand(32, -1, -1, -1)
 
