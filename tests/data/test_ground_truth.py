@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.bench.local import run
-from patchlight.bench.recipe import override, parse
+from patchlight.bench.recipe import override, parse, read_recipe
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data
 from patchlight.data.ground_truth import COLD, DOTS, SIGNS, TASKS, WARM, check_model, find_task, sample_scenes
+from patchlight.zoo import ground_truth
 
 YELLOW = torch.tensor([250.0, 230.0, 40.0])
 
@@ -137,3 +138,27 @@ def test_a_recipe_has_data_of_its_own_for_each_model(tmp_path: Path) -> None:
     with pytest.raises(PatchlightError, match="no model is called 'colour'"):
         parse(RECIPE.replace("both = {task", "colour = {task"))
     assert override(recipe, data="counting:").data_of == {}
+
+
+@pytest.mark.parametrize("task", ground_truth.tasks())
+def test_models_know_their_task(task: str) -> None:
+    """What their card says of them, on a few other scenes."""
+    vit = pl.load(f"ground-truth:{task}")
+    card = ground_truth.description()["tasks"][task]
+    assert tuple(vit.labels) == TASKS[task].classes
+    assert vit.grid == (8, 8)
+    assert min(card["checked"][key] for key in ("accuracy", "explained", "follows", "ignores")) >= 0.98
+    assert tuple(card["classes"]) == TASKS[task].classes
+    shares = check_model(vit.model, task, 60, seed=7)
+    assert min(shares[key] for key in ("accuracy", "explained", "follows", "ignores")) >= 0.9
+    assert shares["without"] < 0.6
+
+
+def test_the_recipe_asks_each_model_its_own_task() -> None:
+    recipe, _ = read_recipe("ground-truth")
+    assert list(recipe.models) == list(recipe.data_of) == list(ground_truth.tasks())
+    for task, model in recipe.models.items():
+        assert model.name == f"ground-truth:{task}"
+        assert recipe.data_for(task).options == {"task": task}
+    with pytest.raises(PatchlightError, match="no task of ground truth is called 'colour'"):
+        pl.load("ground-truth:colour")

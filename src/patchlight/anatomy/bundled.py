@@ -1,4 +1,4 @@
-"""Anatomy of the bundled model `pocket`, which needs no other library."""
+"""Anatomy of the bundled models, `pocket` and `ground-truth:TASK`, which need no other library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.preprocessing import applied
 from patchlight.anatomy.timm import TimmAnatomy
+from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import Preprocess
-from patchlight.zoo import pocket
+from patchlight.zoo import ground_truth, pocket
 
 
 class PocketAnatomy(TimmAnatomy):
@@ -22,13 +23,35 @@ class PocketAnatomy(TimmAnatomy):
 
 def create_pocket(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """Build the bundled model, with its preprocessing and class names."""
-    if request.options:
-        raise TypeError(f"pocket() got an unexpected keyword argument '{next(iter(request.options))}'")
     card = pocket.description()
-    own = Preprocess((32, 32), tuple(card["mean"]), tuple(card["std"]))
+    return pocket.build(request.pretrained), _about("pocket", request, card, card["classes"])
+
+
+def create_ground_truth(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the bundled model of a task whose cause is known."""
+    if request.name not in ground_truth.tasks():
+        raise PatchlightError(
+            f"no task of ground truth is called '{request.name}'; {nearest(request.name, ground_truth.tasks())}"
+        )
+    card = ground_truth.description()
+    about = _about(request.name, request, card, card["tasks"][request.name]["classes"])
+    return ground_truth.build(request.name, request.pretrained), {**about, "name": f"ground-truth:{request.name}"}
+
+
+def _about(name: str, request: LoadRequest, card: dict[str, Any], labels: list[str]) -> dict[str, Any]:
+    """Keywords for `wrap`: labels and preprocessing of a bundled model."""
+    if request.options:
+        raise TypeError(f"{name}() got an unexpected keyword argument '{next(iter(request.options))}'")
+    side = card["architecture"]["img_size"]
+    own = Preprocess((side, side), tuple(card["mean"]), tuple(card["std"]))
     preprocess = applied(request.about.get("preprocess", own), lambda: own)
-    about = {"labels": card["classes"], **request.about, "preprocess": preprocess}
-    return pocket.build(request.pretrained), about
+    return {"labels": labels, **request.about, "preprocess": preprocess}
+
+
+@register_family("ground-truth", package="patchlight", prefix="ground-truth", create=create_ground_truth)
+def read_ground_truth(model: nn.Module, **about: Any) -> Anatomy | None:
+    """None: the models are read as `pocket` is, whose architecture they have."""
+    return None
 
 
 @register_family("pocket", package="patchlight", create=create_pocket, names=lambda: ("pocket",))
