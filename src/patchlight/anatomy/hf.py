@@ -18,13 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from patchlight.anatomy.contract import Ends, Parts, linear, stacked
+from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
 from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.parts import named_parts
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.core.layout import IMAGE_AXES
@@ -165,33 +166,11 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         return next((m for key, m in self.net.named_modules() if key.rpartition(".")[2] in names), None)
 
     def parts(self, index: int) -> Parts:
-        block = self.blocks[index]
-        three = [
-            _find(block, f"attention.{a}_proj", f"attention.attention.{b}", f"self_attn.{a}_proj")
-            for a, b in (("q", "query"), ("k", "key"), ("v", "value"))
-        ]
-        value: Any = three[2]
-        layers = [_find(block, f"layer_scale{i}") for i in (1, 2)]
-        scales = [getattr(block, f"lambda_{i + 1}", None) if s is None else s.lambda1 for i, s in enumerate(layers)]
-        fc1, fc2 = _find(block, "mlp.fc1", "intermediate.dense"), _find(block, "mlp.fc2", "output.dense")
-        if _find(block, "mlp.gate_proj") is None:
-            fc1, fc2 = fc1 or _find(block, "mlp.up_proj"), fc2 or _find(block, "mlp.down_proj")
-        activations = [("mlp", name) for name in ("activation_fn", "activation", "act_fn")]
-        activations.append(("intermediate", "intermediate_act_fn"))
-        found = [getattr(getattr(block, holder, None), name, None) for holder, name in activations]
-        return Parts(
-            _find(block, "layernorm_before", "layer_norm1", "norm1"),
-            _find(block, "layernorm_after", "layer_norm2", "norm2"),
-            _find(block, "attention.o_proj", "attention.output.dense", "self_attn.out_proj", "attention.out_proj"),
-            None if value is None else lambda: linear(value).weight,
-            qkv=(lambda: stacked(*three)) if None not in three else None,
-            fc1=fc1,
-            activation=next((f for f in found if f is not None), None),
-            fc2=fc2,
-            scale1=cast("Tensor | None", scales[0]),
-            scale2=cast("Tensor | None", scales[1]),
-            beyond="its MLP has more than two linear maps" if fc1 is None or fc2 is None else self.beyond,
-        )
+        found = named_parts(self.blocks[index])
+        if hasattr(self.blocks[index], "attn") or found.out is None:  # Hiera pools its queries
+            found = replace(found, out=None, value=None, qkv=None)
+        more = "its MLP has more than two linear maps" if found.fc1 is None or found.fc2 is None else self.beyond
+        return replace(found, beyond=more)
 
     def own_ends(self) -> Ends | None:
         kinds = ("ViTForImageClassification", "DeiTForImageClassification", "ViTModel", "DeiTModel")

@@ -227,7 +227,7 @@ def _skippable(kind: Any) -> Any:
 
 
 class Flowing(TorchFunctionMode):
-    """Inside, `no_grad` in a forward (as where only its head is trained) has no effect; `used`: whether it was called."""
+    """Inside, `no_grad` in a forward (as where only its head is trained) has no effect; `used`: whether it was met."""
 
     used = False
 

@@ -14,6 +14,7 @@ from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.parts import named_parts
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import Preprocess
@@ -37,20 +38,8 @@ class TorchvisionAnatomy(CrossedAnatomy):
         return cast("nn.Module | None", getattr(self.net, "conv_proj", None))
 
     def parts(self, index: int) -> Parts:
-        block: Any = self.blocks[index]
-        if not isinstance(self.net, VisionTransformer):
-            return Parts(block.norm1, beyond=self.beyond)
-        attention = block.self_attention
-        return Parts(
-            block.ln_1,
-            block.ln_2,
-            attention.out_proj,
-            lambda: attention.in_proj_weight.chunk(3)[2],
-            qkv=lambda: (attention.in_proj_weight, attention.in_proj_bias),
-            fc1=block.mlp[0],
-            activation=block.mlp[1],
-            fc2=block.mlp[3],
-        )
+        found = named_parts(self.blocks[index])
+        return found if isinstance(self.net, VisionTransformer) else Parts(found.norm1, beyond=self.beyond)
 
     def own_ends(self) -> Ends | None:
         net = self.net
