@@ -16,7 +16,7 @@ import patchlight as pl
 from patchlight.bench.recipe import read_recipe
 from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data
-from patchlight.metrics.localisation import average_precision, heat_overlaps
+from patchlight.metrics.localisation import average_precision, heat_overlaps, rank_accuracy
 from tests.data.files import picture, save_array
 from tests.families import images, shared
 
@@ -485,3 +485,11 @@ def test_average_precision_of_patches() -> None:
     assert measured(rows, "ap", masks=thin, unit="patch").mean == 1
     thin[:, 7] = 0
     assert measured(rows, "ap", masks=thin, unit="patch").count == 0
+
+
+def test_rank_accuracy_shares_ties_image_by_image() -> None:
+    """Two positives: the first image has one above and a tie of three for the second place, the other ties four."""
+    scores = torch.tensor([[3.0, 2, 2, 2, 0], [1, 1, 1, 1, 0]])
+    positive = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]).bool()
+    expected = torch.tensor([(1 + 1 / 3) / 2, (2 * 2 / 4) / 2], dtype=torch.float64)
+    torch.testing.assert_close(rank_accuracy(scores, positive, torch.ones_like(positive)), expected)

@@ -347,3 +347,11 @@ def test_every_metric_with_a_fill_takes_roads(name: str) -> None:
     road, zero = (result.values if result.curve is None else result.curve for result in results)
     assert bool(road.isfinite().all())
     assert name == "auc" or not torch.equal(road, zero)
+
+
+@pytest.mark.parametrize(("quantity", "limit"), [("probability", 0.5), ("cosine", 1.0), ("logit", math.inf)])
+def test_road_is_half_a_difference_of_scores(quantity: str, limit: float) -> None:
+    request = resolve_metric("road", {"quantity": quantity})
+    bounds = request.metric.bounds
+    assert callable(bounds)
+    assert bounds(request.settings) == (-limit, limit)
