@@ -67,8 +67,8 @@ FAMILIES: Registry[Family] = Registry(
     [
         f"patchlight.anatomy.{room}"
         for room in (
-            *("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "detectors", "vlm", "open_clip"),
-            "torchvision",
+            *("bundled", "timm", "timm_plain", "timm_stages", "hf", "hf_backbones", "detectors", "segmenters", "vlm"),
+            *("open_clip", "torchvision"),
         )
     ],
 )

@@ -34,6 +34,7 @@ from patchlight.anatomy.hf import supported as classifiers
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.prompts import ANSWERING
+from patchlight.anatomy.segmenters import segments
 from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary, has_text_side
 from patchlight.core.errors import PatchlightError, first_line
 from patchlight.core.extras import missing_extra
@@ -231,11 +232,8 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     """
     check_kind(saved, f"'hf:{name}'")
     classifies = weights is not None and "classifier.weight" in weights
-    if saved in ANSWERING:
-        return saved, {}
-    if saved in classifiers() or saved.endswith(
-        ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
-    ):
+    others = ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
+    if saved in ANSWERING or saved in classifiers() or saved.endswith(others) or segments(saved):
         return saved, {}
     kind = PRETRAINED.get(saved, saved)
     if classifies or kind not in supported():

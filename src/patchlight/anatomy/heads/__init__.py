@@ -11,3 +11,5 @@ from patchlight.anatomy.heads.features import Similar as Similar
 from patchlight.anatomy.heads.features import Texts as Texts
 from patchlight.anatomy.heads.features import head_of as head_of
 from patchlight.anatomy.heads.question import Question as Question
+from patchlight.anatomy.heads.regions import Mask as Mask
+from patchlight.anatomy.heads.regions import Region as Region

@@ -1,0 +1,260 @@
+"""Questions about regions of a picture: why this class here, why nearer than there, why this mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchlight.anatomy.heads.question import Question
+from patchlight.core.errors import PatchlightError
+from patchlight.core.images import Preprocess
+from patchlight.core.targets import Outputs
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.segmenters import PromptedAnatomy, SegmenterAnatomy
+
+Statistic = Literal["mean", "sum", "max", "share"]
+_STATISTICS = ("mean", "sum", "max", "share")
+
+
+class Region(Question):
+    r"""A score of a region R of the picture: of a class, or of depth.
+
+    With Y_c the logits of class c at the output's own resolution, and R resized to it by area with sum 1:
+
+    .. math:: s = \sum_p R_p Y_c(p) \qquad \text{removal reads} \sum_p R_p\, \mathrm{softmax}(Y(p))_c
+
+    Models with queries read the mix of their masks in place of Y; depth models their depth. Boxes, points and masks are
+    in pixels of the photograph, or of the tensor where a tensor is explained.
+
+    Args:
+        mask: The region: a file, PIL image, array or tensor, as large as the photograph; not 0 is inside.
+        box: The region: left, top, right and bottom.
+        point: The region: x and y; the pixel there, or with `predicted` the component of its predicted class.
+        predicted: Whether `point` stands for all connected pixels of the same predicted class.
+        label: The class, by name or number. Default: the most frequent prediction in the region.
+        statistic: "mean", "sum" or "max" over the region, or "share", the part of it that is predicted as the class.
+        against: What is subtracted: another class, or for depth another region (mask, box or point).
+        missed: Whether a class may be explained that is not predicted in the region.
+    """
+
+    tasks = ("segmentation", "depth")
+    number = 0
+
+    def __init__(
+        self,
+        mask: Any = None,
+        *,
+        box: Sequence[float] | None = None,
+        point: Sequence[float] | None = None,
+        predicted: bool = False,
+        label: str | int | None = None,
+        statistic: Statistic = "mean",
+        against: Any = None,
+        missed: bool = False,
+    ) -> None:
+        given = [name for name, value in (("mask", mask), ("box", box), ("point", point)) if value is not None]
+        if len(given) > 1:
+            raise PatchlightError(f"a region is one of mask, box and point; {' and '.join(given)} were given")
+        if statistic not in _STATISTICS:
+            raise PatchlightError(f"unknown statistic {statistic!r}; use one of {', '.join(_STATISTICS)}")
+        if predicted and point is None:
+            raise PatchlightError("predicted=True needs point=(x, y), a pixel of the component")
+        self.where = mask if mask is not None else box if box is not None else point
+        self.predicted, self.label, self.statistic = predicted, label, statistic
+        self.against, self.missed = against, missed
+        self.labels = []
+
+    def bound(self, vit: Any) -> Any:
+        asked = super().bound(vit)
+        if vit.task == "depth" and (self.label is not None or self.predicted or self.statistic == "share"):
+            raise PatchlightError(f"{vit.name} is a model for depth and has no classes; leave out label, and predicted")
+        if vit.task == "depth" or self.against is not None:
+            asked.outputs = Outputs("none")
+        return asked
+
+    def prepare(self, vit: SegmenterAnatomy, image: Tensor, size: tuple[int, int] | None) -> None:
+        with torch.no_grad(), vit.steady():
+            scores = vit.scores_of(vit.call(image))[0].float()
+        self.mixes, depth, best = vit.mixes, vit.task == "depth", scores.argmax(0)
+        if self.where is None and not depth:  # all that is predicted as the most frequent class
+            label = int(best.flatten().mode().values) if self.label is None else vit.class_of(self.label)
+            weights = (best == label).float()
+            weights = torch.ones_like(weights) if self.missed and not bool(weights.any()) else weights
+        else:
+            region = torch.ones(vit.preprocess.size) if self.where is None else pixels_of(vit, self.where, size)
+            weights = resized(region.to(scores), scores.shape[1:])
+            if self.predicted:
+                weights = _component(best, weights)
+        self.weights = _normal(weights)
+        self.other = None
+        if depth:
+            self.labels = ["depth"]
+            if self.against is not None:
+                self.other = _normal(resized(pixels_of(vit, self.against, size).to(scores), scores.shape[1:]))
+                self.labels = ["depth against the other region"]
+            return
+        shares = torch.zeros(len(scores)).index_add(0, best.flatten().cpu(), self.weights.flatten().cpu())
+        self.number = int(shares.argmax()) if self.label is None else vit.class_of(self.label)
+        name = vit.class_names[self.number]
+        if shares[self.number] == 0 and not self.missed:
+            most = int(shares.argmax())
+            raise PatchlightError(
+                f"{vit.name} has no class '{name}' in this region: the largest share there is {shares[most]:.0%} "
+                f"'{vit.class_names[most]}'; explain it anyway with missed=True"
+            )
+        self.rival = None if self.against is None else vit.class_of(self.against)
+        self.labels = [name if self.rival is None else f"{name} against {vit.class_names[self.rival]}"]
+        self._scores_of = vit.scores_of
+
+    def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
+        if "predicted_depth" in output:
+            depth = output.predicted_depth
+            found = self._over(depth, self.weights)
+            found = found if self.other is None else found - self._over(depth, self.other)
+            return found[:, None], found[:, None]
+        scores = self._scores_of(output)
+        if self.statistic == "share":
+            found = self._over((scores.argmax(1) == self.number).to(scores), self.weights)[:, None]
+            return found, found
+        first, second = scores[:, self.number], (scores if self.mixes else scores.softmax(1))[:, self.number]
+        if self.rival is not None:
+            first = first - scores[:, self.rival]
+        return self._over(first, self.weights)[:, None], self._over(second, self.weights)[:, None]
+
+    def _over(self, values: Tensor, weights: Tensor) -> Tensor:
+        """The statistic [B] of values [B,h,w] over the region."""
+        weights = weights.to(values)
+        if self.statistic == "max":
+            return values.masked_fill(weights == 0, -torch.inf).flatten(1).amax(1)
+        found = (values * weights).sum((1, 2))
+        return found * (weights > 0).sum() if self.statistic == "sum" else found
+
+    def about(self) -> dict[str, Any]:
+        where = list(self.where) if isinstance(self.where, tuple | list) else _shown(self.where)
+        return {
+            "head": "Region",
+            "region": where,
+            "predicted": self.predicted,
+            "label": self.label,
+            "statistic": self.statistic,
+            "against": list(self.against) if isinstance(self.against, tuple | list) else _shown(self.against),
+        }
+
+
+class Mask(Question):
+    """A mask of SAM: what makes this mask stay.
+
+    The score is the mean logit of the mask over the mask itself, as it is in the plain image; removal reads the mean
+    probability. The mask is the one of the highest predicted IoU, and is held.
+
+    Args:
+        points: One point (x, y), or several, in pixels of the photograph. Default: the centre.
+    """
+
+    tasks = ("masks",)
+
+    def __init__(self, points: Sequence[Any] | None = None) -> None:
+        given = None if points is None else np.asarray(points, dtype=float).reshape(-1, 2)
+        self.points = None if given is None else given.tolist()
+        self.labels = []
+
+    def prepare(self, vit: PromptedAnatomy, image: Tensor, size: tuple[int, int] | None) -> None:
+        height, width = vit.preprocess.size
+        inside = [[width / 2, height / 2]]
+        if self.points is not None:
+            inside = [_moved(vit, (x, y, x + 1, y + 1), size)[:2].tolist() for x, y in self.points]
+        self.places = image.new_tensor(inside)
+        self.at = vit.at_points
+        with torch.no_grad(), vit.steady():
+            out = self.call(vit, image)
+        self.number = int(out.iou_scores[0, 0].argmax())
+        mask = (out.pred_masks[0, 0, self.number] > 0).float()
+        if not bool(mask.any()):
+            raise PatchlightError(f"{vit.name} finds no mask at {self.points or 'the centre'}; give another point")
+        self.weights = _normal(mask)
+        self.labels = [f"mask {self.number} of IoU {float(out.iou_scores[0, 0, self.number]):.2f}"]
+
+    def call(self, vit: Any, images: Tensor) -> Any:
+        return vit.at_points(vit.net, images, self.places.to(images))
+
+    def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
+        mask = output.pred_masks[:, 0, self.number]
+        weights = self.weights.to(mask)
+        both = (mask * weights).sum((1, 2)), (mask.sigmoid() * weights).sum((1, 2))
+        return both[0][:, None], both[1][:, None]
+
+    def about(self) -> dict[str, Any]:
+        return {"head": "Mask", "points": self.points}
+
+
+def pixels_of(vit: Any, where: Any, size: tuple[int, int] | None) -> Tensor:
+    """A region [H,W] in pixels of the model's input, from a mask, box or point of the photograph."""
+    height, width = vit.preprocess.size
+    if isinstance(where, tuple | list) and len(where) in (2, 4):
+        box = where if len(where) == 4 else (where[0], where[1], where[0] + 1, where[1] + 1)
+        left, top, right, bottom = _moved(vit, box, size).tolist()
+        rows, columns = (torch.arange(side, dtype=torch.float32) for side in (height, width))
+        inside = [
+            (torch.minimum(side + 1, torch.tensor(end)) - torch.maximum(side, torch.tensor(begin))).clamp(min=0)
+            for side, begin, end in ((rows, top, bottom), (columns, left, right))
+        ]
+        return inside[0][:, None] * inside[1]
+    if isinstance(where, str | Path):
+        where = Image.open(where).convert("L")
+    mask = (torch.as_tensor(np.array(where)).squeeze() != 0).float()
+    if mask.ndim != 2:
+        raise PatchlightError(f"the mask of the region has shape {list(mask.shape)}; give one number for each pixel")
+    shown = size or (width, height)
+    if tuple(mask.shape) != shown[::-1]:
+        raise PatchlightError(
+            f"the mask of the region is {mask.shape[1]} x {mask.shape[0]} pixels, and the image {shown[0]} x {shown[1]}"
+        )
+    if not bool(mask.any()):
+        raise PatchlightError("the region is empty: its mask has no pixel that is not 0")
+    return mask if size is None else vit.preprocess.mask(mask.int()).float()
+
+
+def resized(region: Tensor, size: Sequence[int]) -> Tensor:
+    """A region [H,W] at another resolution, by area."""
+    if not bool((region > 0).any()):
+        raise PatchlightError("nothing of the region you gave lies in the picture the model saw")
+    return F.interpolate(region[None, None], tuple(size), mode="area")[0, 0]
+
+
+def _moved(vit: Any, box: Sequence[float], size: tuple[int, int] | None) -> Tensor:
+    """A box [4] of the photograph in pixels of the model's input."""
+    height, width = vit.preprocess.size
+    if not (box[0] < box[2] and box[1] < box[3]):
+        raise PatchlightError(
+            f"region {list(box)} is empty; give (left, top, right, bottom), left < right, top < bottom"
+        )
+    preprocess = vit.preprocess if size is not None else Preprocess((height, width), fit="squash")
+    moved = preprocess.boxes(torch.tensor([[float(side) for side in box]]), size or (width, height))
+    if len(moved) == 0:
+        raise PatchlightError("nothing of the region you gave lies in the picture the model saw")
+    return moved[0]
+
+
+def _component(best: Tensor, seed: Tensor) -> Tensor:
+    """The pixels connected to the seed whose class is the same."""
+    from scipy.ndimage import label
+
+    row, column = divmod(int(seed.flatten().argmax()), seed.shape[1])
+    numbers, _ = label((best == best[row, column]).cpu().numpy())
+    return torch.as_tensor(numbers == numbers[row, column]).to(seed)
+
+
+def _normal(weights: Tensor) -> Tensor:
+    return weights / weights.sum()
+
+
+def _shown(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int) else str(value) if isinstance(value, Path) else "mask"

@@ -1,0 +1,267 @@
+"""Models for segmentation, depth and masks, and questions about regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import patchlight as pl
+from patchlight.core.errors import PatchlightError, Unsupported
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+SIZES |= {"image_size": 64, "patch_size": 16}
+STAGES = ["stage1", "stage2", "stage3", "stage4"]
+NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
+
+
+def _swin(kind: str = "SwinConfig") -> Any:
+    sizes = {"image_size": 64, "patch_size": 4, "embed_dim": 16, "depths": [1] * 4, "num_heads": [2] * 4}
+    return getattr(transformers, kind)(**sizes, window_size=2, out_features=STAGES)
+
+
+def _segformer() -> Any:
+    sizes = {"hidden_sizes": [16, 16, 32, 32], "num_attention_heads": [1, 2, 4, 4], "decoder_hidden_size": 32}
+    return transformers.SegformerConfig(image_size=64, depths=[1] * 4, **sizes)
+
+
+def _depth_anything() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "mlp_ratio": 2, "patch_size": 14}
+    inner = transformers.Dinov2Config(**sizes, image_size=64, out_features=STAGES, reshape_hidden_states=False)
+    more = {"reassemble_hidden_size": 32, "patch_size": 14, "head_hidden_size": 8}
+    return transformers.DepthAnythingConfig(backbone_config=inner, **more, **NECK)
+
+
+def _mask2former() -> Any:
+    sizes = {"feature_size": 32, "hidden_dim": 32, "mask_feature_size": 32, "encoder_layers": 2, "decoder_layers": 3}
+    sizes |= {"num_queries": 6, "dim_feedforward": 64, "encoder_feedforward_dim": 64, "num_attention_heads": 4}
+    return transformers.Mask2FormerConfig(backbone_config=_swin(), **sizes)
+
+
+def _maskformer() -> Any:
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    decoder = transformers.DetrConfig(d_model=32, encoder_layers=1, decoder_layers=2, num_queries=6, **heads)
+    return transformers.MaskFormerConfig(
+        backbone_config=_swin("MaskFormerSwinConfig"), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32
+    )
+
+
+def _sam() -> Any:
+    vision = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 64, "patch_size": 16}
+    vision |= {"window_size": 2, "global_attn_indexes": [2], "output_channels": 16, "num_pos_feats": 8, "mlp_dim": 64}
+    prompt = {"hidden_size": 16, "image_size": 64, "patch_size": 16, "mask_input_channels": 4}
+    decoder = {"hidden_size": 16, "mlp_dim": 32, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
+    return transformers.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
+
+
+def _sam2() -> Any:
+    hiera = {"hidden_size": 16, "num_attention_heads": 1, "image_size": [64, 64], "blocks_per_stage": [1, 2, 2, 1]}
+    hiera |= {"embed_dim_per_stage": [16, 32, 64, 128], "num_attention_heads_per_stage": [1, 2, 4, 8]}
+    hiera |= {"window_size_per_stage": [4, 2, 4, 2], "global_attention_blocks": []}
+    hiera |= {"window_positional_embedding_background_size": [4, 4], "model_type": "sam2_hiera_det_model"}
+    vision = {"backbone_config": hiera, "backbone_channel_list": [128, 64, 32, 16], "fpn_hidden_size": 32}
+    vision |= {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}
+    prompt = {"hidden_size": 32, "image_size": 64, "patch_size": 16, "mask_input_channels": 4}
+    decoder = {"hidden_size": 32, "mlp_dim": 32, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
+    return transformers.Sam2Config(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
+
+
+def _dpt() -> Any:
+    return transformers.DPTConfig(**SIZES, **NECK, backbone_out_indices=[0, 1, 2, 3], is_hybrid=False)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "SegformerForSemanticSegmentation": (_segformer, (1, 2, 3, 4)),
+    "DPTForSemanticSegmentation": (_dpt, (1, 2, 3, 4)),
+    "DPTForDepthEstimation": (_dpt, (1, 2, 3, 4)),
+    "DepthAnythingForDepthEstimation": (_depth_anything, (1, 2, 3, 4)),
+    "BeitForSemanticSegmentation": (
+        lambda: transformers.BeitConfig(**SIZES, out_indices=[1, 2, 3, 4]),
+        (0, 1, 2, 3),
+    ),
+    "Mask2FormerForUniversalSegmentation": (_mask2former, (1, 2, 3, 4)),
+    "MaskFormerForInstanceSegmentation": (_maskformer, (1, 2, 3, 4)),
+    "UperNetForSemanticSegmentation": (
+        lambda: transformers.UperNetConfig(backbone_config=_swin(), hidden_size=32, use_auxiliary_head=False),
+        (1, 2, 3, 4),
+    ),
+    "SamModel": (_sam, (3,)),
+    "Sam2Model": (_sam2, (1, 3, 5, 6)),
+}
+DPT, DEPTH, SAM = "DPTForSemanticSegmentation", "DPTForDepthEstimation", "SamModel"
+_OPENED: dict[str, Any] = {}
+
+
+def _drawn(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, kind)(MODELS[kind][0]()).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+            if "Depth" in kind and name.startswith("head"):  # a ReLU at the end would leave nothing
+                parameter.add_(0.1 if name.endswith("weight") else 1.0)
+    return model
+
+
+def _open(kind: str) -> Any:
+    if kind not in _OPENED:
+        side = 56 if kind.startswith("DepthAnything") else 64
+        _OPENED[kind] = pl.wrap(_drawn(kind), preprocess=pl.Preprocess((side, side), fit="squash"))
+    return _OPENED[kind]
+
+
+def _images(vit: Any, count: int = 1) -> Tensor:
+    return torch.randn(count, 3, *vit.preprocess.size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_states_read_and_the_parts(kind: str) -> None:
+    vit = _open(kind)
+    assert vit.reads == MODELS[kind][1]
+    images = _images(vit, 2)
+    with vit.steady(), torch.no_grad():
+        whole = vit.whole(images)
+        torch.testing.assert_close(vit.readout(vit.run(vit.embed(images))), whole, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(whole, vit.whole(torch.zeros_like(images)), atol=1e-5)
+    with pytest.raises(Unsupported, match="reads a whole grid, so no patch can be taken out"):
+        vit.check_droppable()
+
+
+@pytest.mark.parametrize("kind", [DPT, DEPTH, "Mask2FormerForUniversalSegmentation"])
+def test_gradients_equal_autograd_through_the_plain_model(kind: str) -> None:
+    vit = _open(kind)
+    leaf = _images(vit).requires_grad_()
+    scores = vit.scores_of(vit.model(pixel_values=leaf))[0, 0]
+    region = nn.functional.interpolate(_box(0, 16, 32, 64)[None, None], tuple(scores.shape), mode="area")[0, 0]
+    (gradient,) = torch.autograd.grad((scores * region).sum() / region.sum(), leaf)
+    label = None if kind == DEPTH else 0
+    head = pl.heads.Region(box=(0, 16, 32, 64), label=label, missed=True)
+    att = pl.explain(vit, leaf.detach(), "grad", head=head, level="pixel", reduce="sum")
+    torch.testing.assert_close(att.scores, gradient.sum(1), atol=1e-6, rtol=1e-3)
+
+
+def _box(left: int, top: int, right: int, bottom: int) -> Tensor:
+    mask = torch.zeros(64, 64)
+    mask[top:bottom, left:right] = 1
+    return mask
+
+
+def _score(vit: Any, head: Any) -> float:
+    image = _images(vit)
+    asked = vit.ask(head).prepared(image)
+    return float(asked.logits(image)[0, 0])
+
+
+def test_scores_of_regions() -> None:
+    vit = _open(DPT)
+    with torch.no_grad():
+        scores = vit.model(_images(vit)).logits[0]
+    point = pl.heads.Region(point=(5, 9), label=1, missed=True)
+    assert _score(vit, point) == pytest.approx(float(scores[1, 9, 5]), abs=1e-5)
+    parts = [pl.heads.Region(box=(0, y, 64, y + 32), label=1, missed=True) for y in (0, 32)]
+    whole = pl.heads.Region(box=(0, 0, 64, 64), label=1, missed=True)
+    assert sum(_score(vit, part) for part in parts) / 2 == pytest.approx(_score(vit, whole), abs=1e-5)
+    mask = pl.heads.Region(_box(0, 0, 64, 32), label=1, missed=True)
+    assert _score(vit, mask) == pytest.approx(_score(vit, parts[0]), abs=1e-5)
+    total = pl.heads.Region(box=(0, 0, 64, 64), label=1, missed=True, statistic="sum")
+    assert _score(vit, total) == pytest.approx(4096 * _score(vit, whole), rel=1e-4)
+    largest = pl.heads.Region(box=(0, 0, 64, 64), label=1, missed=True, statistic="max")
+    assert _score(vit, largest) == pytest.approx(float(scores[1].max()), abs=1e-5)
+    share = pl.heads.Region(box=(0, 0, 64, 64), label=1, missed=True, statistic="share")
+    assert _score(vit, share) == pytest.approx(float((scores.argmax(0) == 1).float().mean()), abs=1e-5)
+
+
+def test_depth_of_one_region_against_another() -> None:
+    vit = _open(DEPTH)
+    a, b = (0, 0, 32, 32), (32, 32, 64, 64)
+    there, back = pl.heads.Region(box=a, against=b), pl.heads.Region(box=b, against=a)
+    assert _score(vit, there) == pytest.approx(-_score(vit, back), abs=1e-5)
+    assert _score(vit, there) != 0
+
+
+def test_the_mask_of_a_point_is_held() -> None:
+    vit = _open(SAM)
+    image = _images(vit)
+    asked = vit.ask(pl.heads.Mask(points=(20, 30))).prepared(image)
+    with torch.no_grad():
+        out = vit.model(pixel_values=image, input_points=torch.tensor([[[[20.0, 30.0]]]]))
+    number = int(out.iou_scores[0, 0].argmax())
+    mask = out.pred_masks[0, 0, number]
+    assert asked.question.number == number
+    assert float(asked.logits(image)[0, 0]) == pytest.approx(float(mask[mask > 0].mean()), abs=1e-4)
+    att = pl.explain(vit, image, ["ixg", "rise"], head=pl.heads.Mask(points=[(20, 30)]))
+    assert all(each.scores.abs().max() > 0 for each in att.values())
+
+
+def test_photographs_and_predicted_components() -> None:
+    vit = _open(DPT)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (128, 96, 3), dtype=np.uint8))
+    small = pl.heads.Region(box=(0, 0, 48, 64))
+    mask = np.zeros((128, 96), dtype=np.uint8)
+    mask[:64, :48] = 255
+    values = [pl.explain(vit, [picture], "ixg", head=head).scores for head in (small, pl.heads.Region(mask))]
+    torch.testing.assert_close(*values, atol=1e-5, rtol=1e-3)
+    found = pl.heads.Region(point=(40, 20), predicted=True)
+    att = pl.explain(vit, [picture], "genatt", head=found)
+    assert att.labels[0] in vit.class_names
+
+
+def test_metrics_measure_a_region() -> None:
+    vit = _open(DPT)
+    att = pl.explain(vit, _images(vit), "ixg", head=pl.heads.Region())
+    assert pl.evaluate(vit, _images(vit), att, "ins-del", steps=4).values.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"box": (80, 80, 90, 90)}, "nothing of the region you gave lies in the picture"),
+        ({"box": (10, 10, 10, 20)}, r"region \[10, 10, 10, 20\] is empty"),
+        ({"mask": torch.zeros(64, 64)}, "the region is empty"),
+        ({"mask": torch.ones(8, 8)}, "the mask of the region is 8 x 8 pixels, and the image 64 x 64"),
+        ({"box": (0, 0, 9, 9), "label": "road"}, "has no label 'road'"),
+        ({"box": (0, 0, 9, 9), "label": 7}, "label 7 does not exist"),
+        ({"box": (0, 0, 9, 9), "point": (1, 1)}, "box and point were given"),
+        ({"statistic": "median"}, "unknown statistic 'median'"),
+        ({"predicted": True}, "predicted=True needs point"),
+    ],
+)
+def test_bad_regions(settings: dict[str, Any], reason: str) -> None:
+    vit = _open(DPT)
+    with pytest.raises(PatchlightError, match=reason):
+        pl.explain(vit, _images(vit), "ixg", head=pl.heads.Region(**settings))
+
+
+def test_a_class_that_is_not_there() -> None:
+    vit = _open(DPT)
+    with torch.no_grad():
+        best = vit.model(_images(vit)).logits[0].argmax(0)
+    x, y = 5, 9
+    other = 1 - int(best[y, x])
+    with pytest.raises(PatchlightError, match=r"has no class .* in this region: the largest share there is 100%"):
+        pl.explain(vit, _images(vit), "ixg", head=pl.heads.Region(point=(x, y), label=other))
+
+
+def test_models_that_are_refused() -> None:
+    torch.manual_seed(0)
+    convolutions = transformers.ConvNextConfig(depths=[1] * 4, hidden_sizes=[8, 8, 16, 16], out_features=STAGES)
+    config = transformers.UperNetConfig(backbone_config=convolutions, hidden_size=32, use_auxiliary_head=False)
+    with pytest.raises(PatchlightError, match="is a convolutional network"):
+        pl.wrap(transformers.UperNetForSemanticSegmentation(config), preprocess=pl.Preprocess((64, 64)))
+    with pytest.raises(PatchlightError, match=r"question for models for masks, and .* is a model for segmentation"):
+        pl.explain(_open(DPT), _images(_open(DPT)), "ixg", head=pl.heads.Mask())
+
+
+@pytest.mark.parametrize("kind", [DPT, SAM])
+def test_a_saved_folder_opens(kind: str, tmp_path: Any) -> None:
+    _drawn(kind).save_pretrained(tmp_path)  # type: ignore[operator]
+    vit = pl.load(f"hf:{tmp_path}", preprocess=pl.Preprocess((64, 64)))
+    images = _images(vit)
+    with vit.steady(), torch.no_grad():
+        torch.testing.assert_close(vit.whole(images), _open(kind).whole(images))
