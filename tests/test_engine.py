@@ -295,10 +295,10 @@ def test_a_degenerate_map_warns_and_says_what_to_use() -> None:
 
 def test_a_constant_map_is_recognised_within_rounding() -> None:
     vit, request = shared("vit"), resolve("random")
-    ripple = torch.linspace(0, 1, 16).view(1, 1, 4, 4)
+    ripple = torch.linspace(0, 1, 16).view(1, 1, 1, 4, 4)
     with pytest.warns(pl.DegenerateMap, match="the map of image 0 is constant"):
-        _warn_if_degenerate(request, vit, _constant(0.3 + 1e-6 * ripple), 0)
-    _warn_if_degenerate(request, vit, _constant(0.3 + 1e-5 * ripple), 0)
+        _warn_if_degenerate(request, vit, _constant(0.3 + 1e-6 * ripple)[0], 0)
+    _warn_if_degenerate(request, vit, _constant(0.3 + 1e-5 * ripple)[0], 0)
 
 
 def test_progress_is_told() -> None:
