@@ -169,3 +169,33 @@ def test_the_frame_is_what_the_model_sees(detector: Any, size: tuple[int, int], 
     frame = torch.tensor([frame_of(seen, size)])
     back = preprocess.boxes(frame, size)
     torch.testing.assert_close(back, torch.tensor([[0.0, 0, 64, 64]]), atol=1e-3, rtol=0)
+
+
+def test_words_of_an_answer() -> None:
+    """The bundled model is asked; a word has its gain, its map is that of `pl.heads.Answer`."""
+    vlm = pl.load("pocket-vlm")
+    service = ModelService(vlm)
+    head = {"kind": "answer", "prompt": "what colour is the ring ?"}
+    with TestClient(guarded(service), base_url="http://localhost") as client:
+        said = post(client, "choices", image="cat", head=head)
+        vit = vlm.ask(pl.heads.Answer(head["prompt"], force=True)).prepared(
+            service.images.find("cat").tensor, service.images.find("cat").size
+        )
+        words: Any = vit.question
+        assert (said["answer"], said["prompt"]) == (words.text, head["prompt"])
+        assert [(each["word"], pytest.approx(each["gain"], abs=1e-4)) for each in said["words"]] == [
+            (each.word, each.gain) for each in words.words
+        ]
+        gains = [each["gain"] for each in said["words"]]
+        assert gains[said["index"]] == max(gains)
+        asked = {"image": "cat", "head": head, "methods": [{"name": "ixg"}], "wait": 60}
+        (one,) = post(client, "explain", **asked)["maps"]
+        wanted = pl.explain(vit, service.images.find("cat").tensor, "ixg", target=said["index"]).scores[0]
+        torch.testing.assert_close(torch.tensor(one["scores"]), wanted, atol=1e-4 * float(wanted.abs().max()), rtol=0)
+        assert (one["target"], one["inside"]) == (said["index"], None)
+        weak = [i for i, gain in enumerate(gains) if gain <= 0.5]
+        for i in weak[:1]:
+            assert "adds almost nothing" in post(client, "predict", 400, image="cat", head=head, target=i)["error"]
+            post(client, "predict", image="cat", head={**head, "force": True}, target=i)
+        assert "Hiding" in post(client, "hide", image="cat", head=head)["words"]
+    service.close()
