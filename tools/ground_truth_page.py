@@ -1,4 +1,4 @@
-"""The table and picture of docs/results/ground-truth.md: ``python -m tools.ground_truth_page RUN --out FOLDER``.
+"""Table and picture of docs/results/ground-truth.md: ``python -m tools.ground_truth_page RUN [RUN …] --out FOLDER``.
 
 Rows are methods and columns tasks, of a run of the recipe ``ground-truth``; the best method of a task and those
 tied with it (paired bootstrap over scenes) are marked as in `patchlight bench report`.
@@ -73,11 +73,11 @@ def draw(cells: Cells, file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Table and picture of a run of the recipe ground-truth.")
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--metric", default="AP")
     args = parser.parse_args(argv)
-    cells = cells_of(args.run, args.metric)
+    cells = {key: cell for run in args.runs for key, cell in cells_of(run, args.metric).items()}
     write_atomic(args.out / "ground-truth-table.md", as_markdown(cells).encode())
     draw(cells, args.out / "ground-truth.png")
 
