@@ -37,7 +37,6 @@ METHODS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("rawatt", {}),
         ("genatt", {}),
         ("ixg", {}),
-        ("token-activation", {}),
         ("occlusion", {"unit": "token", "level": "token"}),
         ("posterior", {"samples": 256}),
     ],

@@ -284,7 +284,7 @@ class AnswersAnatomy(TaskAnatomy):
             logits = logits if cap is None else torch.tanh(logits / cap) * cap
             logs = logits.log_softmax(-1)
             found.append(
-                logs.flatten(1)
+                logs.flatten(1).to(tokens.dtype)  # rounded, as the probe expects of its type
                 if self.question is None
                 else logs.gather(2, ids[None, :, None].expand(len(logs), -1, 1))[..., 0]
             )
@@ -311,7 +311,7 @@ class AnswersAnatomy(TaskAnatomy):
             out = self.call(images, torch.cat([script.prompt, ids]), length)
             logs = out.logits[:, -length - 1 : -1].float().log_softmax(-1)
             found.append(
-                logs.flatten(1)
+                logs.flatten(1).to(out.logits.dtype)
                 if self.question is None
                 else logs.gather(2, ids[None, :, None].expand(len(logs), -1, 1))[..., 0]
             )
@@ -385,7 +385,7 @@ class AnswersAnatomy(TaskAnatomy):
             full = tokens.new_zeros(len(tokens), self.fine.count, tokens.shape[2])
             places = self.fine.places(positions)
             tokens = full.scatter(1, places[..., None].expand_as(tokens), tokens)
-        visual = self.see_visual(tokens=tokens)
+        visual = self.see_visual(tokens=tokens.to(self.dtype))  # a widened pass has wider tokens
         return self._read(self.answer_logs(visual, self._groups(positions)), len(tokens))
 
     def _groups(self, positions: Tensor | None) -> Tensor | None:
