@@ -38,6 +38,7 @@ PAGES = (
     "bags",
     "answers",
     "video",
+    "detection",
     "own-models",
     "figures",
     "verdict",

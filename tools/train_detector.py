@@ -47,12 +47,12 @@ NO_OBJECT = 0.2
 """Weight of the class "no object" in the loss."""
 
 
-def build() -> YolosForObjectDetection:
+def build() -> Any:
     """The model with random weights."""
-    config = YolosConfig(**ARCHITECTURE, num_labels=len(LABELS))
+    config: Any = YolosConfig(**ARCHITECTURE)
     config.id2label = dict(enumerate(LABELS))
     config.label2id = {name: i for i, name in enumerate(LABELS)}
-    model = YolosForObjectDetection(config)
+    model: Any = YolosForObjectDetection(config)
     for parameter in (model.vit.embeddings.position_embeddings, model.vit.embeddings.detection_tokens):
         torch.nn.init.normal_(parameter, std=0.1)
     return model
@@ -95,7 +95,8 @@ def loss_of(out: Any, scenes: Scenes) -> Tensor:
     named = F.cross_entropy(logits.flatten(0, 1), target.flatten(), weight)
     near, real = boxes[at[0], at[1]], size[at[0], at[2]]
     overlap = _giou(corners(near), corners(real))
-    return named + 5 * (near - real).abs().sum(1).mean() + 2 * (1 - overlap).mean()
+    found: Tensor = named + 5 * (near - real).abs().sum(1).mean() + 2 * (1 - overlap).mean()
+    return found
 
 
 def _giou(a: Tensor, b: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
-    model = build().to(device).train()
+    model: Any = build().to(device).train()
     how = train(model, options.steps, options.minutes, options.batch, options.rate, device)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / f"{NAME}.safetensors"

@@ -138,7 +138,7 @@ def _answer(
 
 def _of_image(target: Target, i: int, count: int | None) -> Target:
     """The target of one image, for a target of all."""
-    if not _several(target):
+    if not several(target):
         return target
     if count is not None and len(target) != count:
         raise PatchlightError(f"target has length {len(target)} but there are {count} images; give one class per image")
@@ -201,15 +201,16 @@ def _pairs(target: Target, against: Target) -> Target:
     if target is None or isinstance(target, tuple):
         why = "no target was given" if target is None else f"target={target!r} is already a pair"
         raise PatchlightError(f"against={against!r} needs one class as the target, but {why}; give target=…")
-    if not _several(target):
-        return [(target, other) for other in against] if _several(against) else (target, against)
-    others = list(against) if _several(against) else [against] * len(target)
+    if not several(target):
+        return [(target, other) for other in against] if several(against) else (target, against)
+    others = list(against) if several(against) else [against] * len(target)
     if len(others) != len(target):
         raise PatchlightError(f"against has length {len(others)} but target has length {len(target)}; give one each")
     return list(zip(target, others, strict=True))
 
 
-def _several(target: Target) -> TypeGuard[list[Any]]:
+def several(target: Target) -> TypeGuard[list[Any]]:
+    """Whether a target has one entry per image."""
     return isinstance(target, list | np.ndarray | Tensor) and getattr(target, "ndim", 1) > 0
 
 

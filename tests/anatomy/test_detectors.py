@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -14,6 +17,11 @@ import patchlight as pl
 from patchlight.anatomy.heads.boxes import corners, iou
 from patchlight.anatomy.watching import Unseen
 from patchlight.core.errors import PatchlightError
+from patchlight.data import Batch
+from patchlight.methods.requests import resolve
+from patchlight.metrics.base import resolve_metric
+from patchlight.study.run import cells
+from patchlight.zoo.detector import SCENES
 from tests import detectors
 
 transformers: Any = pytest.importorskip("transformers")
@@ -211,7 +219,7 @@ def test_boxes_explains_all_detections() -> None:
         (lambda: pl.heads.Box(label="dgo"), "yolos has no label 'dgo'; did you mean 'dog'?"),
         (lambda: pl.heads.Box(label=7), "label 7 does not exist; yolos has classes 0 to 4"),
         (lambda: pl.heads.Box(query=9), "query 9 does not exist; yolos has queries 0 to 4"),
-        (lambda: pl.heads.Box(detection=9), "detection 9 does not exist; yolos has 5 queries"),
+        (lambda: pl.heads.Box(detection=9), "detection 9 does not exist; yolos has 5 detections"),
         (lambda: pl.heads.Box(query=1, detection=1), "give one of"),
         (lambda: pl.heads.Box(missed=True), "needs the box and the label"),
         (lambda: pl.heads.Box(score="best"), "score is 'best'"),
@@ -239,3 +247,75 @@ def test_a_folder_opens_with_its_processor(tmp_path: Path) -> None:
 def test_owl_without_a_tokenizer_says_so() -> None:
     with pytest.raises(PatchlightError, match="has no tokenizer"):
         pl.wrap(detectors.owl(), texts=["dog"], preprocess=pl.Preprocess((64, 64)))
+
+
+@cache
+def pocket() -> pl.Anatomy:
+    return pl.load("pocket-detector")
+
+
+def scene(number: int) -> tuple[Path, list[dict[str, Any]]]:
+    card = json.loads((SCENES / "scenes.json").read_text())[number]
+    return SCENES / card["file"], card["objects"]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_bundled_detector_finds_the_objects(number: int) -> None:
+    photo, objects = scene(number)
+    found = pocket().detect(photo)
+    for each in objects:
+        overlaps = [
+            float(iou(torch.tensor(d.box), torch.tensor(each["box"]))) for d in found if d.label == each["label"]
+        ]
+        assert max(overlaps) > 0.7
+
+
+def test_maps_of_a_box_lie_on_it() -> None:
+    photo, _ = scene(0)
+    for number in range(2):
+        maps = pl.explain(pocket(), photo, ["auto", "genatt"], head=pl.heads.Box(detection=number))
+        values = pl.evaluate(pocket(), photo, maps, ["pointing-game", "energy-pointing"])
+        for name in maps:
+            assert values[name]["pointing-game"].values.item() == 1
+            assert values[name]["energy-pointing"].values.item() > 0.3  # the boxes cover 4 % and 11 % of the scene
+
+
+def test_drise_and_odam() -> None:
+    photo, _ = scene(0)
+    drise = pl.explain(pocket(), photo, "drise", samples=100, grid=6)
+    assert tuple(drise.scores.shape) == (1, 96, 96)
+    left, top, right, bottom = map(round, pocket().detect(photo)[0].box)
+    inside = drise.scores[0, top:bottom, left:right].mean()
+    assert inside > drise.scores.mean() + drise.scores.std()
+    odam = pl.explain(pocket(), photo, "gradcam-elementwise", preset="odam")
+    assert odam.settings["layer"] == "blocks[-1].input"
+    with pytest.raises(PatchlightError, match="it explains detections, and pocket is no detector"):
+        pl.explain(pl.load("pocket"), torch.zeros(1, 3, 32, 32), "drise")
+
+
+def test_other_objects_of_the_class() -> None:
+    vit: Any = pocket()
+    photo, _ = scene(0)
+    image = vit.batch(photo)
+    twice = image.clone()
+    twice[..., 2:26, 60:84] = image[..., 20:44, 17:41]  # a second cross
+    assert [d.label for d in vit.detect(twice)].count("cross") == 2
+    first = vit.detect(twice)[0]
+    ones = torch.ones(1, 12, 12)
+    value = pl.evaluate(vit, twice, ones, "other-objects", head=pl.heads.Box()).values.item()
+    other = next(d for d in vit.detect(twice) if d.label == first.label and d.query != first.query)
+    area = (other.box[2] - other.box[0]) * (other.box[3] - other.box[1]) / 96**2
+    assert value == pytest.approx(area, rel=0.1)
+    alone = pl.evaluate(vit, image, ones, "other-objects", head=pl.heads.Box())
+    assert alone.reasons == ("no other object of its class was detected",)
+
+
+def test_studies_prepare_the_question_for_every_image() -> None:
+    vit = pocket().ask(pl.heads.Box())
+    photos = [scene(0)[0], scene(2)[0]]
+    batch = Batch([photo.name for photo in photos], vit.batch(photos), None, None, None, [])
+    found = list(cells(vit, batch, [resolve("genatt")], [resolve_metric("deletion", {"steps": 8})]))
+    alone = [
+        pl.evaluate(vit, photo, pl.explain(vit, photo, "genatt"), "deletion", steps=8).values.item() for photo in photos
+    ]
+    assert [cell.value for cell in found] == pytest.approx(alone, abs=1e-4)

@@ -27,7 +27,7 @@ class PreprocessSpec(Spec):
     std: Annotated[tuple[Spread, ...], Field(min_length=1)] | None = None
     crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = None
-    fit: Literal["crop", "squash"] | None = None
+    fit: Literal["crop", "squash", "pad"] | None = None
     corner: Literal["nearest", "down", "inward"] | None = None
 
 
@@ -57,10 +57,11 @@ class ModelSpec(Spec):
         from patchlight.anatomy.heads import head_of  # imports torch; wrong options are reported before
         from patchlight.anatomy.load import load
 
-        head = head_of(self.texts, self.template, self.similar_to)
+        head = None if self.texts else head_of(self.texts, self.template, self.similar_to)
         options = {key: getattr(self, key) for key in ("weights", "labels", "stage", "sigmoid", "pretrained")}
         options["preprocess"] = self.preprocess if self.preprocess != PreprocessSpec() else None
         given = {key: value for key, value in options.items() if value is not None}
+        given |= {"texts": self.texts, "template": self.template} if self.texts else {}
         return load(self.name, device=device, head=head, **given)
 
     def other(self, name: str | None = None, **changes: Any) -> ModelSpec:

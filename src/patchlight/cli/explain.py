@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchlight.cli import common
-from patchlight.cli.options import ModelOptions, command
+from patchlight.cli.options import ModelOptions, QuestionOptions, command
 from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import EXTRAS
 
@@ -99,6 +99,7 @@ def explain(
     ],
     method: str = "auto",
     model: ModelOptions,
+    question: QuestionOptions,
     target: str | None = None,
     against: str | None = None,
     out: Annotated[
@@ -151,6 +152,7 @@ def explain(
         force,
         common.command_line(context),
         optional=frozenset(names) - set(common.split_names(method)),
+        heads=question.heads(),
     )
     model.check(target, against)
     task.check_outputs()
@@ -200,6 +202,7 @@ def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any]
         common.print_json({"model": done.model, **options, **common.describe_methods(used), **results})
         return
     from patchlight.core.drawing import describe_prediction, short
+    from patchlight.core.drawing.pictures import percent
 
     rows = []
     for image in done.images[:TABLE_ROWS]:
@@ -218,6 +221,10 @@ def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any]
         common.show(f"Explained by {', '.join(common.label_methods(used).values())}.")
     if len(done.images) > TABLE_ROWS:
         common.show(f"{len(done.images) - TABLE_ROWS} more images are not shown; --json lists all.")
+    for image in done.images[:TABLE_ROWS]:
+        shares = [f"{percent(share)} by {name}" for name, share in image.get("inside", {}).items()]
+        if shares:
+            common.show(f"Inside the box of {image['target']['label']}: {', '.join(shares)} of the map.")
     if errors:
         common.show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
     if 1 <= len(done.written) <= 3:

@@ -215,6 +215,44 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class QuestionOptions:
+    """The options that ask a question about the output of a model."""
+
+    detections: int | None = None
+    box: str | None = None
+    label: str | None = None
+    missed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.detections is not None and self.box is not None:
+            raise PatchlightError("--detections and --box cannot be combined: give one of them")
+        if self.detections is not None and self.detections < 1:
+            raise PatchlightError(f"--detections {self.detections} explains nothing; give at least 1")
+        if self.missed and (self.box is None or self.label is None):
+            raise PatchlightError("--missed needs --box and --label, the object that was missed")
+        if self.label is not None and self.box is None:
+            raise PatchlightError("--label needs --box, where the object is")
+
+    def heads(self) -> list[Any]:
+        """The questions; none for the model's own."""
+        from patchlight.anatomy.heads import Box
+
+        if self.detections is not None:
+            return [Box(detection=number, threshold=SURE) for number in range(self.detections)]
+        if self.box is None:
+            return []
+        try:
+            sides = [float(side) for side in self.box.split(",")]
+        except ValueError:
+            raise PatchlightError(f"--box {self.box} is not four numbers; write LEFT,TOP,RIGHT,BOTTOM") from None
+        return [Box(box=sides, label=self.label, missed=self.missed)]
+
+
+SURE = 0.5
+"""The lowest score of a detection that --detections explains."""
+
+
+@dataclass(frozen=True)
 class TrainedModelOptions(ModelOptions):
     """The same, for commands whose recipe may name the model."""
 

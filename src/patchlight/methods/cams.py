@@ -332,7 +332,7 @@ def hirescam(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
     paper="the grad-cam library, on tokens",
     aliases=("gradcamelementwise",),
     composed=_AT_INPUT,
-    presets=_PLACES,
+    presets={**_PLACES, "odam": {"layer": "blocks[-1].input"}},
     advice=degenerate_cam,
 )
 def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False) -> Tensor:
@@ -340,7 +340,8 @@ def gradcam_elementwise(b: Evidence, layer: Layer = NORM1, eigen: Eigen = False)
 
         R_i = sum_k ReLU(g_ik a_ik)
 
-    The map is not negative, unless `eigen` is set.
+    The map is not negative, unless `eigen` is set. Preset `odam` is ODAM of a detection (Zhao and Chan, ICLR 2023):
+    the same product for the score of one box, at the tokens that enter the last block.
     """
     weighted = product(b, layer).relu()
     return principal(weighted, b) if eigen else weighted.sum(-1)

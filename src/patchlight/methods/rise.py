@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.ablation import Count, Unit
 from patchlight.evidence.fills import Fill, drops, fill_images
 from patchlight.methods.base import Ask, Estimate, Level, ablates
@@ -170,3 +171,44 @@ def rise(
         return jackknife(fit, n, scores)
 
     return in_rounds(ask, samples, tolerance, score, estimate)
+
+
+@ablates(
+    "drise",
+    paper="Petsiuk et al., CVPR 2021",
+    levels=("pixel", "token"),
+    stochastic=True,
+    cost="samples forwards (5000)",
+    quick={"samples": 48, "grid": 4},
+    refuses=lambda settings, vit: no_detector(vit) or needs_neighbours({**settings, "unit": "pixel"}, vit),
+)
+def drise(
+    ask: Ask,
+    samples: Count = 5000,
+    grid: Annotated[int, Field(ge=2)] = 16,
+    keep: Ratio = 0.5,
+    normaliser: Literal["expected", "empirical"] = "expected",
+    fill: Fill = "zero",
+    level: Level = "pixel",
+    tolerance: Tolerance | None = None,
+) -> Estimate:
+    """D-RISE: RISE for a detection, whose score is that of the best match among all boxes of the masked image.
+
+        R(x) = 1/(N p) sum_i s(X * M_i) M_i(x),   s = max_q IoU(b_q, b*) p_q(c*)
+
+    The paper's own similarity, with the cosine of all class probabilities, is the question
+    `pl.heads.Box(score="drise")`.
+
+    Args:
+        samples: Number N of masks.
+        grid: Cells along each side of a mask.
+        keep: Probability p that a cell is shown.
+        normaliser: "expected" divides by N p, "empirical" by sum_i M_i(x).
+        level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
+    """
+    return rise(ask, samples, grid, keep, normaliser, "pixel", fill, level, tolerance)
+
+
+def no_detector(vit: Anatomy) -> str | None:
+    """The refusal of a method for detections by any other model."""
+    return None if vit.task == "detection" else f"it explains detections, and {vit.name} is no detector; 'rise' works"

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchlight.anatomy.opened import Anatomy
 from patchlight.core.resize import Upsampling
 from patchlight.core.statistics import tie_ends
 from patchlight.core.targets import top_classes
@@ -174,6 +175,50 @@ def energy_pointing(
     energy = torch.where(energy.amax(_places(energy), keepdim=True) > 0, energy, torch.ones_like(energy))
     values = (energy * pixels).sum(_places(energy)) / energy.sum(_places(energy))
     return Measured(_defined(values, reasons), reasons=reasons)
+
+
+def _no_objects(settings: Mapping[str, Any], vit: Anatomy) -> str | None:
+    """The refusal of a metric that reads the objects of a detector."""
+    return None if vit.task == "detection" else f"it compares detected objects, and {vit.name} is no detector"
+
+
+@register_metric(
+    "other-objects",
+    paper="Zhao and Chan, ICLR 2023, our reading",
+    higher_is_better=False,
+    bounds=(0.0, 1.0),
+    refuses=_no_objects,
+    cost="no forward",
+)
+def other_objects(ask: Measure, upsampling: Upsampling = "bilinear") -> Measured:
+    """Share of the map of a detection that lies on other objects of its class.
+
+        sum over other boxes of the class, outside the own box, of |map| / sum of |map|
+
+    Other objects are detections of the same label with a score of at least 0.5 that overlap the box by less than half.
+    An image without any has no value.
+    """
+    question: Any = ask.vit.question
+    energy = ask.upsampled(upsampling).double().abs()
+    values, reasons = energy.new_full((len(energy),), torch.nan), {}
+    for i, index in enumerate(ask.targets.index[:, 0].tolist()):
+        others = question.rivals_in_input(index)
+        if len(others) == 0:
+            reasons[i] = "no other object of its class was detected"
+            continue
+        inside, own = (
+            _union(boxes, ask.size).to(energy.device) for boxes in (others, question.boxes_in_input()[index][None])
+        )
+        values[i] = (energy[i] * (inside & ~own)).sum() / energy[i].sum().clamp_min(torch.finfo(energy.dtype).tiny)
+    return Measured(values, reasons=reasons)
+
+
+def _union(boxes: Tensor, size: tuple[int, ...]) -> Tensor:
+    """The pixels [H,W] in any of the boxes [n,4]."""
+    rows, columns = (torch.arange(side) + 0.5 for side in size)
+    left, top, right, bottom = boxes[:, :, None].unbind(1)
+    inside = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
+    return inside.any(0)
 
 
 def average_precision(scores: Tensor, positive: Tensor, counted: Tensor | None = None) -> Tensor:

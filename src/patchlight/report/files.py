@@ -6,14 +6,14 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution, Attributions
 from patchlight.core.drawing import figure_format
-from patchlight.core.drawing.heat import seen
+from patchlight.core.drawing.heat import outlined, seen, share_inside
 from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import check_writable, write_atomic
@@ -24,6 +24,9 @@ from patchlight.report.explanations import Explained, ImageSection, describe_run
 from patchlight.report.pictures import figure
 from patchlight.study.faithfulness import Trial, run_trial
 from patchlight.study.files import ExplainedFile, ExplainOptions, FileLog, explain_files
+
+if TYPE_CHECKING:
+    from patchlight.anatomy.heads import Head
 
 LARGE = 560
 """Least width or height of the large map of a report, in pixels."""
@@ -37,6 +40,12 @@ class ImageFile:
     picture: Path | None = None
     maps: Path | None = None
     name: str = ""
+
+    def numbered(self, number: int) -> ImageFile:
+        """The files of one of several questions about the image."""
+        picture = None if self.picture is None else self.picture.with_stem(f"{self.picture.stem}-{number}")
+        maps = None if self.maps is None else self.maps.with_name(f"{self.maps.name}-{number}")
+        return ImageFile(self.path, picture, maps, f"{self.name} ({number})")
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class ExplainTask:
         force: Whether to replace existing output.
         command: The command line that does the same.
         optional: Methods that are skipped if the model does not support them.
+        heads: The questions, each of which is asked of every image; none: the model's own.
     """
 
     items: Sequence[ImageFile]
@@ -68,6 +78,7 @@ class ExplainTask:
     force: bool = False
     command: str = ""
     optional: frozenset[str] = frozenset()
+    heads: Sequence[Head] = ()
 
     def check_outputs(self) -> None:
         """Raise an error, before any work, if output cannot be written or would replace a file."""
@@ -184,7 +195,10 @@ def write_explanations(
     """
     if task.report is not None and vit.layout.inputs != "images":
         raise PatchlightError(f"a report draws pictures, and {vit.name} takes {vit.layout.inputs}; leave out --report")
-    requests = []
+    asked = [vit.ask(head) for head in task.heads]
+    if not asked:
+        asked = [vit.ask(vit.default_question()) if vit.task and vit.head is None else vit]
+    vit, requests = asked[0], []
     for request in task.requests:
         reason = refusal(request, vit)
         if reason is not None and request.label in task.optional:
@@ -198,17 +212,28 @@ def write_explanations(
     rows: list[ExplainedFile] = []
     sections: list[ImageSection] = []
     first: tuple[Mapping[str, Attribution], Trial] | None = None
-    for one in explain_files(vit, list(items), options, done.log):
-        done.images.append(_write(one, items[one.path], task, vit, done.written))
+    each_question = (explain_files(each, list(items), options, done.log) for each in asked)
+    numbers = {} if len(asked) == 1 else Counter[Path]()
+    for one in itertools.chain.from_iterable(each_question):
+        item = items[one.path]
+        if len(asked) > 1:
+            numbers[one.path] += 1
+            item = item.numbered(numbers[one.path])
+        one = _outlined(one)
+        done.images.append(_write(one, item, task, one.vit or vit, done.written))
         if task.figure is not None:
             rows.append(one)
         if task.report is not None:
-            section, trial = _tested(one, items[one.path].name, vit, task.seed)
+            section, trial = _tested(one, item.name, one.vit or vit, task.seed)
             sections.append(section)
             first = first or (one.maps, trial)
         advance(len(done.images) + len(done.log.errors))
     if task.figure is not None and rows:
-        together = {name: Attribution.concat([one.maps[name] for one in rows]) for name in done.methods}
+        first_map = next(iter(rows[0].maps.values()))  # questions about one model are drawn together
+        same: dict[str, Any] = {"head": first_map.head, "weights": first_map.weights}
+        together = {
+            name: Attribution.concat([replace(one.maps[name], **same) for one in rows]) for name in done.methods
+        }
         _draw(rows, together, vit, task.figure)
         done.written.append(str(task.figure))
     if task.report is not None and first is not None:
@@ -231,10 +256,29 @@ def _draw(rows: Sequence[ExplainedFile], maps: Mapping[str, Attribution], vit: A
     figure(pictures, maps, predictions=[one.predictions[0] for one in rows], vit=vit, path=path)
 
 
+def _outlined(one: ExplainedFile) -> ExplainedFile:
+    """The file, with the box in question drawn on its picture."""
+    if one.picture is None or one.vit is None:
+        return one
+    return replace(one, picture=outlined(one.picture, boxes_of(one.vit)))
+
+
+def boxes_of(vit: Anatomy) -> list[tuple[float, ...]]:
+    """The boxes in question, as parts of the picture from 0 to 1."""
+    question: Any = vit.question
+    if not hasattr(question, "boxes_in_input"):
+        return []
+    height, width = vit.preprocess.size
+    shape = (width, height, width, height)
+    return [
+        tuple(side / full for side, full in zip(box, shape, strict=True)) for box in question.boxes_in_input().tolist()
+    ]
+
+
 def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
     """The section of an image in a report, and the test of its maps."""
     att = next(iter(one.maps.values()))
-    picture = seen(one.path, vit.preprocess.size, vit.preprocess, LARGE)
+    picture = outlined(seen(one.path, vit.preprocess.size, vit.preprocess, LARGE), boxes_of(vit))
     against = None if att.against is None else att.against[:, None]
     trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
     tests = run_trial(trial, one.maps)
@@ -253,13 +297,17 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
         written.append(str(item.picture))
     written.extend(saved.values())
     number, picture = "probability" if vit.probable else "score", item.picture or task.figure
-    record = {
+    record: dict[str, Any] = {
         "path": str(item.path),
         "predictions": [{"label": label, number: round(value, 6)} for label, value in one.predictions],
         "target": {"index": int(att.target[0]), "label": att.labels[0]},
         "picture": None if picture is None else str(picture),
         "maps": saved,
     }
+    if boxes_of(vit):
+        record["inside"] = {
+            name: round(share_inside(each.upsample(), boxes_of(vit)[0]), 4) for name, each in one.maps.items()
+        }
     if att.against is not None:
         record["against"] = {"index": int(att.against[0]), "label": att.against_names[0]}
     return record

@@ -62,6 +62,10 @@ class ExplainedFile:
     picture: Image | None
     maps: dict[str, Attribution] = field(default_factory=dict)
     predictions: list[tuple[str, float]] = field(default_factory=list)
+    size: tuple[int, int] | None = None
+    """Width and height of the photograph."""
+    vit: Anatomy | None = None
+    """The model, with its question prepared for the image if it has one."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def _read(paths: Sequence[Path], vit: Anatomy, log: FileLog) -> Iterator[Explain
                 yield ExplainedFile(path, vit.batch(path), None)
                 continue
             image = open_image(path)
-            yield ExplainedFile(path, vit.batch(image), seen(image, vit.preprocess.size, vit.preprocess))
+            picture = seen(image, vit.preprocess.size, vit.preprocess)
+            yield ExplainedFile(path, vit.batch(image), picture, size=image.size)
         except (PatchlightError, MemoryError) as error:
             log.fail(str(path), str(error) or f"'{path}' does not fit into memory")
 
@@ -100,7 +105,14 @@ def _read(paths: Sequence[Path], vit: Anatomy, log: FileLog) -> Iterator[Explain
 def _explain(
     read: Sequence[ExplainedFile], vit: Anatomy, options: ExplainOptions, log: FileLog
 ) -> Iterator[ExplainedFile]:
-    """Explain images together, or one by one if a map is not finite, which is a failure."""
+    """Explain images together, or one by one if a map is not finite, which is a failure, or if a question is asked."""
+    if vit.question is not None and vit.question.general is None:
+        for file in read:
+            try:
+                yield from _explain([file], vit.prepared(file.tensor, file.size), options, log)
+            except PatchlightError as error:
+                log.fail(str(file.path), str(error))
+        return
     batch = torch.cat([file.tensor for file in read])
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -119,7 +131,7 @@ def _explain(
         if issubclass(warning.category, UserWarning):
             log.warn(" ".join(str(warning.message).split()))
     for i, (file, best) in enumerate(zip(read, vit.predict(batch, k=3), strict=True)):
-        yield replace(file, maps={label: att[i] for label, att in maps.items()}, predictions=best)
+        yield replace(file, maps={label: att[i] for label, att in maps.items()}, predictions=best, vit=vit)
 
 
 SavedMaps = Mapping[str, Mapping[str, Path]]

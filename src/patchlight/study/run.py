@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from patchlight.core.progress import Progress, show_progress
 from patchlight.core.statistics import constant
 from patchlight.core.targets import Target, Targets, resolve_targets, top_classes
 from patchlight.data import Batch
-from patchlight.engine import explain
+from patchlight.engine import explain, several
 from patchlight.methods.requests import Request, refusal
 from patchlight.metrics.base import Evaluation, Measure, Measured, MetricRequest, checked_maps, made_by
 from patchlight.study.cell import Cell
@@ -221,8 +221,10 @@ def study_batch(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if target is None:
-            vit = vit.prepared(batch.images)
-            target = top_classes(vit.logits(batch.images), vit.outputs).index[:, 0]
+            if vit.question is not None:  # the first of its scores, of every image
+                target = torch.zeros(len(batch.names), dtype=torch.long)
+            else:
+                target = top_classes(vit.logits(batch.images), vit.outputs).index[:, 0]
         explained = explain_each(
             vit,
             batch.images,
@@ -366,11 +368,14 @@ def measure(
     if not sources:
         raise PatchlightError(f"no maps were given; {GIVE_MAPS}")
     targets = None if vit.question is not None else resolve_targets(options.target, count, vit.outcomes, vit.labels)
+    given, located = options.annotations, hasattr(vit.question, "boxes_in_input")
+    if located and given.boxes is None and given.masks is None:  # metrics of places measure the object in question
+        given = replace(given, boxes=())
     for label, source in sources.items():
         _check_one_class(targets or source.targets)
         for column in columns[label]:
             with column.attempt():
-                check_needs(column.request, source.method, options.annotations)
+                check_needs(column.request, source.method, given)
     annotations = checked_annotations(options.annotations, count, vit, streamed_labels)
     undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
     begin = 0
@@ -379,7 +384,8 @@ def measure(
             batch = vit.place(images_of_batch)
             if vit.question is not None:
                 vit = vit.prepared(batch, sizes[begin])
-                targets = resolve_targets(options.target, None, vit.outcomes, vit.labels)
+                own = [options.target[begin]] if several(options.target) else options.target
+                targets = resolve_targets(own, None, vit.outcomes, vit.labels)
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
             check_images(sources.values(), part, batch)
@@ -391,6 +397,10 @@ def measure(
             labels, boxes, masks = annotations(part)
             clean: dict[Any, Any] = {}
             for n, (label, source) in enumerate(sources.items()):
+                if located and given is not options.annotations:
+                    boxes = [
+                        cast(Any, vit.question).boxes_in_input()[i][None] for i in classes[label].index[:, 0].tolist()
+                    ]
                 batch_maps = explained.pop(label)
                 finite, broken = _finite(batch_maps.maps, begin, label)
                 undefined[label] |= broken

@@ -14,7 +14,7 @@ SUMS = ZOO / "sums.txt"
 
 def made_sums(folder: Path = ZOO) -> str:
     """The text of `sums.txt`: all data files of the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg"))
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg", ".png"))
     return "".join(f"{_sum(path).hex()}  {path.relative_to(folder).as_posix()}\n" for path in files)
 
 

@@ -130,7 +130,7 @@ class DetectionQuestion(Question):
             held = Reference(box.cpu(), label, query, chances[query].cpu(), boxes[query].cpu(), boxes[alike].cpu())
             references.append(held)
             place = vit.to_photograph(box[None].cpu().float(), size)[0].tolist()
-            at = ",".join(f"{side:.0f}" for side in place)
+            at = " ".join(f"{side:.0f}" for side in place)
             labels.append(f"{vit.class_names[label]} {float(chances[query, label]):.2f} at {at}")
         self.detector, self.references, self.labels = vit, references, labels
 
@@ -162,6 +162,7 @@ class Box(DetectionQuestion):
             "bottom", a side of it; or "drise". Default: "class" for gradients, "match" for removal.
         missed: Ask why the object in `box` with `label` was not found. The score is that of the query that overlaps the
             box most, and the label that won there is the second class: `against=1` contrasts the two.
+        threshold: The lowest score of a detection that counts.
 
     Example:
         >>> question = pl.heads.Box(box=(12, 40, 180, 200), label="dog", missed=True)            # doctest: +SKIP
@@ -175,6 +176,7 @@ class Box(DetectionQuestion):
         label: str | int | None = None,
         score: BoxScore | None = None,
         missed: bool = False,
+        threshold: float = 0.0,
     ) -> None:
         given = [
             name for name, value in (("detection", detection), ("query", query), ("box", box)) if value is not None
@@ -193,6 +195,7 @@ class Box(DetectionQuestion):
         self.query = None if query is None else integer("query", query, 0)
         self.box = None if box is None else tuple(float(side) for side in box)
         self.label, self.score, self.missed = label, "class" if missed else score, missed
+        self.threshold = float(threshold)
         self._check_score()
         self.labels = ["detection"]
 
@@ -204,9 +207,12 @@ class Box(DetectionQuestion):
             self.hold(vit, output, size, self._at_box(vit, vit.from_photograph(self.box, size), label, chances, boxes))
             return
         if self.query is None:
-            found = vit.found(output, size)
+            found = sure_detections(vit, output, size, self.threshold)
             if self.detection >= len(found):
-                raise PatchlightError(f"detection {self.detection} does not exist; {vit.name} has {len(found)} queries")
+                sure = f" with a score of at least {self.threshold:g}" if self.threshold else ""
+                raise PatchlightError(
+                    f"detection {self.detection} does not exist; {vit.name} has {len(found)} detections{sure}"
+                )
             query = found[self.detection].query
         else:
             query = self.query
@@ -239,7 +245,12 @@ class Box(DetectionQuestion):
             "detection": self.detection if self.query is None and self.box is None else None,
             "query": self.query,
         }
-        given |= {"box": None if self.box is None else list(self.box), "label": self.label, "score": self.score}
+        given |= {
+            "threshold": self.threshold or None,
+            "box": None if self.box is None else list(self.box),
+            "label": self.label,
+            "score": self.score,
+        }
         return {"head": "Box", **{k: v for k, v in given.items() if v is not None}, "missed": self.missed}
 
 
@@ -259,19 +270,25 @@ class Boxes(DetectionQuestion):
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
         output = plain_output(vit, image)
-        found = vit.found(output, size)
-        sure = [each for each in found if each.score >= self.threshold][: self.top]
-        if not sure:
-            raise PatchlightError(
-                f"{vit.name} detects nothing with a score of at least {self.threshold:g} (the highest is {found[0]}); "
-                "lower the threshold"
-            )
+        sure = sure_detections(vit, output, size, self.threshold)[: self.top]
         boxes = corners(output.pred_boxes[0])
         self.hold(vit, output, size, [(boxes[d.query], vit.class_names.index(d.label), d.query) for d in sure])
 
     def about(self) -> dict[str, Any]:
         score = {} if self.score is None else {"score": self.score}
         return {"head": "Boxes", "threshold": self.threshold, "top": self.top, **score}
+
+
+def sure_detections(vit: Any, output: Any, size: tuple[int, int] | None, threshold: float) -> list[Any]:
+    """The detections whose score is at least the threshold, the surest first; an error if there is none."""
+    found = vit.found(output, size)
+    sure = [each for each in found if each.score >= threshold]
+    if not sure:
+        raise PatchlightError(
+            f"{vit.name} detects nothing with a score of at least {threshold:g} (the highest is {found[0]}); lower the "
+            "threshold"
+        )
+    return sure
 
 
 def plain_output(vit: Any, image: Tensor) -> Any:

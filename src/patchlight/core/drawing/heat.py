@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError, check_keywords, nearest
@@ -99,6 +99,31 @@ def seen(image: Picture, size: tuple[int, ...], preprocess: Preprocess | None = 
     if isinstance(image, Image.Image) and image.mode == "RGB" and image.size == view.size[::-1]:
         return image
     return view.crop(open_image(image))
+
+
+def outlined(picture: Image.Image, boxes: Sequence[Sequence[float]]) -> Image.Image:
+    """A picture with the outline of boxes (left, top, right, bottom, from 0 to 1): white between two black lines."""
+    if not boxes:
+        return picture
+    drawn = picture.convert("RGB")
+    pen, (width, height) = ImageDraw.Draw(drawn), drawn.size
+    line = max(1, round(max(drawn.size) / 160))
+    for left, top, right, bottom in boxes:
+        for grow, colour in ((1, "black"), (0, "white"), (-1, "black")):
+            sides = [left * width, top * height, right * width - 1, bottom * height - 1]
+            corners = [side + sign * grow * line for side, sign in zip(sides, (-1, -1, 1, 1), strict=True)]
+            if corners[2] > corners[0] and corners[3] > corners[1]:
+                pen.rectangle(corners, outline=colour, width=line)
+    return drawn
+
+
+def share_inside(scores: Tensor, box: Sequence[float]) -> float:
+    """The share of |scores| [h,w] inside a box, as parts of the map from 0 to 1."""
+    height, width = scores.shape[-2:]
+    rows, columns = ((torch.arange(side) + 0.5) / side for side in (height, width))
+    inside = ((rows >= box[1]) & (rows < box[3]))[:, None] & ((columns >= box[0]) & (columns < box[2]))
+    size = scores.double().abs()
+    return float((size * inside).sum() / size.sum().clamp_min(torch.finfo(size.dtype).tiny))
 
 
 def upsample(
