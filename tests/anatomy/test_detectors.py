@@ -24,10 +24,7 @@ from patchlight.study.run import cells
 from patchlight.zoo.detector import SCENES
 from tests import detectors
 
-transformers: Any = pytest.importorskip("transformers")
-
 NAMES = list(detectors.MODELS)
-PLAIN = ["yolos", "detr", "conditional"]
 
 
 def plain(name: str, images: Tensor) -> Any:
