@@ -123,7 +123,7 @@ class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
             return None
         return self.places(positions).expand(len(tokens), -1)
 
-    def _see_drop(self, tokens: Tensor) -> str | None:
+    def see_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
         if self.selects:
             return f"the queries of {self.name} are chosen anew for every image"
