@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 
@@ -197,3 +199,18 @@ def test_in_bfloat16_the_last_block_is_computed_where_it_is_read(fine: bool, mon
     all_rows, blocks = run(variants, "bf16")
     assert blocks == [0, 1, 2]
     torch.testing.assert_close(row, all_rows, atol=0.02 * float(all_rows.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_compiled_blocks_give_the_same_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward around the blocks is intercepted, which a compiled function would not be."""
+    sizes: dict[str, dict[str, object]] = {
+        "vit_tiny_patch16_224": {"embed_dim": 32, "depth": 2, "num_heads": 2},
+        "swin_tiny_patch4_window7_224": {"embed_dim": 16, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2},
+    }
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.manual_seed(0)
+    vit = pl.wrap(timm.create_model(name, num_classes=5, img_size=64, **sizes[name]).eval())
+    image = torch.randn(1, 3, 64, 64)
+    plain, compiled = (pl.explain(vit, image, "rise", samples=16, compile=value).scores for value in (False, True))
+    torch.testing.assert_close(compiled, plain, atol=1e-6, rtol=1e-5)

@@ -209,7 +209,7 @@ class Ablation:
             variants, images = variants.halved(), images.bfloat16()
         fine = self.fine and self._bf16 and self.vit.depth > 0
         first = self._bf16 and runs.decides.reads_first and around is None
-        forward: Forward = (_first if first else _blocks) if fine else (_first_forward if first else _forward)
+        forward: Forward = _first if first else _blocks
         forward = _compile_forward(runs.decides, forward) if self.compile and around is None else forward
         while begin < total:
             current_watcher().check()
@@ -220,6 +220,7 @@ class Ablation:
                     tokens = tokens.bfloat16() if self._bf16 else tokens
                     if not hasattr(variants, "edit"):
                         logits = forward(runs.decides, tokens, positions)
+                        logits = logits if fine else runs.decides.readout(logits, None if first else positions)
                     else:
                         logits = _edited(runs.decides, tokens, variants, slice(begin, stop))
                 if fine:
@@ -284,10 +285,6 @@ def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     return tokens
 
 
-def _forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    return vit.readout(_blocks(vit, tokens, positions), positions)
-
-
 def _edited(vit: Anatomy, tokens: Tensor, variants: Any, part: slice) -> Tensor:
     for index in range(variants.begin, vit.depth):
         tokens = variants.edit(part, index, vit.block(index, tokens))
@@ -301,12 +298,13 @@ def _first(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     return vit.first_row(tokens)
 
 
-def _first_forward(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    return vit.readout(_first(vit, tokens, positions))
-
-
 def _compile_forward(vit: Anatomy, forward: Forward) -> Forward:
-    """The compiled forward, cached for the lifetime of the anatomy."""
+    """The compiled blocks, cached for the lifetime of the anatomy.
+
+    What a model does between its blocks and behind them is run by intercepting its own forward, which is not compiled.
+    """
+    if vit.several_states or any(vit.changes(index) for index in range(1, vit.depth)):
+        return forward
     made = _COMPILED.setdefault(vit, {})
     if forward not in made:
         made[forward] = torch.compile(forward, dynamic=False)
