@@ -384,9 +384,10 @@ def measure(
             batch = vit.place(images_of_batch)
             if vit.question is not None:
                 vit = vit.prepared(batch, sizes[begin])
-                each = several(options.target)
-                own = [options.target[begin]] if each else options.target
-                targets = resolve_targets(own, 1 if each else None, vit.outcomes, vit.labels)
+                target, count_of_targets = options.target, None
+                if several(target):
+                    target, count_of_targets = [target[begin]], 1
+                targets = resolve_targets(target, count_of_targets, vit.outcomes, vit.labels)
                 targets = None if targets is None else targets.repeat(begin + 1)  # the row of this image is read
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
