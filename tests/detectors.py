@@ -85,6 +85,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 @cache
 def opened(name: str) -> pl.Anatomy:
     """A tiny detector, opened."""
+    torch.manual_seed(0)
     if name.startswith("owl"):
         preprocess = pl.Preprocess((64, 64), fit="squash")
         return pl.wrap(MODELS[name](), texts=["dog", "cat"], tokenizer=letters, preprocess=preprocess, name=name)

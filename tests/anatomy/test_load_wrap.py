@@ -166,7 +166,7 @@ def test_the_size_of_images_is_free_where_the_model_says_so(name: str) -> None:
 
 
 def test_sizes_are_not_free_elsewhere() -> None:
-    with pytest.raises(pl.PatchlightError, match=r"does not take a preprocessed image of shape \[1, 3, 48, 80\]"):
+    with pytest.raises(pl.PatchlightError, match=r"does not take an image of shape \[1, 3, 48, 80\]"):
         pl.load("vit_tiny_patch16_224", pretrained=False, preprocess=pl.Preprocess((48, 80)), **SMALL)
     with pytest.raises(pl.PatchlightError, match=r"'beit_base_patch16_224' takes no 'dynamic_img_size'"):
         pl.load("beit_base_patch16_224", pretrained=False, dynamic_img_size=True)
@@ -374,7 +374,8 @@ def test_labels_from_files(tmp_path: Path) -> None:
 
 def test_model_names_can_be_searched() -> None:
     assert "deit_tiny_patch16_224" in list_models("deit")
-    assert list_models("pocket") == ["pocket"]
+    assert list_models("pocket")[0] == "pocket"
+    assert all(name.startswith("pocket") for name in list_models("pocket"))
     assert list_models("nothing-like-it") == []
 
 

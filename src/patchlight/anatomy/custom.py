@@ -90,6 +90,8 @@ class CustomAnatomy(CrossedAnatomy):
         inside = self._inside
         if inside is None:
             return super().block(index, tokens, positions)
+        if index not in self.breaks:
+            self.note_state(index, tokens)
         if isinstance(inside, CrossedAnatomy):
             inside.masked = self.masked
         return inside.block(index, tokens, positions)
