@@ -26,9 +26,10 @@ T = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 IMAGE = 99
 """The id of the image token."""
-NAMES = ("llava", "paligemma", "gemma3", "idefics3", "smolvlm", "internvl", "qwen2_5_vl")
+NAMES = ("llava", "paligemma", "gemma3", "idefics3", "smolvlm", "internvl", "qwen2_5_vl", "qwen3_vl")
 
 
 def config_of(name: str) -> Any:
@@ -54,6 +55,21 @@ def config_of(name: str) -> Any:
         return tr.InternVLConfig(
             vision_config=vision, text_config=tr.Qwen2Config(**T), image_token_id=IMAGE, downsample_ratio=0.5
         )
+    if name == "qwen3_vl":
+        vision = {
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        }
+        text = {**T, "num_hidden_layers": 4, "head_dim": 8, "rope_parameters": ROTARY}
+        return tr.Qwen3VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=98)
     vision = {
         "depth": 4,
         "hidden_size": 32,
@@ -66,7 +82,7 @@ def config_of(name: str) -> Any:
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
     }
-    text = {**T, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    text = {**T, "rope_parameters": ROTARY}
     return tr.Qwen2_5_VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=98)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
 from tests.vlm_models import IMAGE, NAMES, build
 
 transformers = pytest.importorskip("transformers")
-PROMPT, ANSWER = [1, 7, IMAGE, 8, 9], [11, 12, 13]
+PROMPT, ANSWER, LONG = [1, 7, IMAGE, 8, 9], [11, 12, 13], list(range(11, 60))
 
 
 def size_of(name: str) -> tuple[int, int]:
@@ -51,7 +52,7 @@ def test_parts_are_the_plain_model(name: str, place: str) -> None:
     vit, image = asked(name, place), image_of(name)
     with vit.steady():
         close(vit.readout(vit.run(vit.embed(image))), vit.whole(image))
-    assert vit.visual == {"llava": 16, "paligemma": 16, "qwen2_5_vl": 12}.get(name, 4)
+    assert vit.visual == {"llava": 16, "paligemma": 16, "qwen2_5_vl": 12, "qwen3_vl": 12}.get(name, 4)
     assert vit.merge_size == (1 if vit.visual == 16 else 2)
 
 
@@ -90,7 +91,10 @@ def test_removed_patches_are_hidden_keys_of_the_tower(name: str) -> None:
         close(vit.readout(last, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=full), keep), 1))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "idefics3", "internvl", "qwen2_5_vl"])
+MERGING = ["gemma3", "idefics3", "smolvlm", "internvl", "qwen2_5_vl", "qwen3_vl"]
+
+
+@pytest.mark.parametrize("name", MERGING)
 @torch.no_grad()
 def test_a_square_of_patches_is_one_visual_token(name: str) -> None:
     vit, image = asked(name), image_of(name)
@@ -98,11 +102,13 @@ def test_a_square_of_patches_is_one_visual_token(name: str) -> None:
     keep, tokens = members[[0, 3]].flatten()[None], vit.embed(image)
     with vit.steady():
         last = vit.run(tokens)
-        shown = vit.gather(last, keep)
         groups = torch.tensor([[0, 3]])
-        close(vit.readout(shown, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=last), groups), 1))
+        states = vit.states(last)
+        shown = {index: vit.gather(state, keep) for index, state in states.items()}
+        close(vit.readout(shown, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=states), groups), 1))
+        short = {index: vit.gather(state, keep[:, 1:]) for index, state in states.items()}
         with pytest.raises(Unsupported, match="pools 2 x 2 patches into one visual token, so a single patch"):
-            vit.readout(vit.gather(last, keep[:, 1:]), keep[:, 1:])
+            vit.readout(short, keep[:, 1:])
     with pytest.raises(Unsupported, match="unit='merge' works"):
         pl.explain(vit, image, "rise", unit="token", samples=4)
     att = pl.explain(vit, image, "rise", unit="merge", level="token", samples=16, target=0)
@@ -122,13 +128,17 @@ def test_qwen_removes_squares_exactly_inside_its_windows() -> None:
         for index in range(vit.depth):
             hidden = _hide_keys(vit, index, hidden, places)
         close(short, hidden[:, places])
+        mixed = tokens
+        for index in range(vit.depth):
+            mixed = _hide_keys(vit, index, mixed, places, windows=False)
+        assert float((short - mixed[:, places]).abs().max()) > 1e-2  # kept tokens as one window are another tower
         both = torch.cat([keep, keep.flip(1)])
         two = vit.run(tokens.expand(2, -1, -1), keep=both)
         close(two[0], short[0])
         close(two[1].flip(0), short[0])
 
 
-def _hide_keys(vit: Any, index: int, tokens: Tensor, seen: Tensor) -> Tensor:
+def _hide_keys(vit: Any, index: int, tokens: Tensor, seen: Tensor, windows: bool = True) -> Tensor:
     """A block of the tower by its own formula, where each token attends to the seen tokens of its window."""
     block, call = vit.blocks[index], vit.calls[index]
     x, (cos, sin) = tokens[0], call.named["position_embeddings"]
@@ -139,7 +149,7 @@ def _hide_keys(vit: Any, index: int, tokens: Tensor, seen: Tensor) -> Tensor:
         half = torch.cat([-t[..., 4:], t[..., :4]], -1)
         return t * cos[:, None] + half * sin[:, None]
 
-    window = torch.searchsorted(call.named["cu_seqlens"][1:].contiguous(), torch.arange(len(n)), right=True)
+    window = torch.searchsorted(call.named["cu_seqlens"][1:].contiguous(), torch.arange(len(n)), right=True) * windows
     allowed = (window[:, None] == window) & torch.zeros(len(n), dtype=torch.bool).index_fill(0, seen, True)
     scores = torch.einsum("ihd,jhd->hij", turned(q), turned(k)) / 8**0.5
     mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(~allowed, -1e30).softmax(-1), v)
@@ -147,10 +157,11 @@ def _hide_keys(vit: Any, index: int, tokens: Tensor, seen: Tensor) -> Tensor:
     return (x + block.mlp(block.norm2(x)))[None]
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 @torch.no_grad()
-def test_qwen_patches_stand_in_squares_and_windows() -> None:
+def test_qwen_patches_stand_in_squares_and_windows(name: str) -> None:
     """A change of one patch moves the token that `order` says, which is not the one in reading order."""
-    vit, image = opened("qwen2_5_vl"), image_of("qwen2_5_vl")
+    vit, image = opened(name), image_of(name)
     assert vit.layout.order is not None
     for cell in (0, 8, 21, 47):
         row, column = divmod(cell, 6)
@@ -186,6 +197,29 @@ def test_llava_does_not_read_its_last_block() -> None:
 
 
 @torch.no_grad()
+def test_states_that_the_visual_tokens_are_made_of() -> None:
+    """Qwen3-VL reads four states; what it adds behind blocks 0, 1, 2 of the language model comes from three of them."""
+    assert {name: opened(name).reads for name in NAMES} == {
+        **dict.fromkeys(NAMES, (4,)),
+        "llava": (3,),
+        "qwen3_vl": (1, 2, 3, 4),
+    }
+    vit, image = asked("qwen3_vl"), image_of("qwen3_vl")
+    assert vit.added == 3
+    with vit.steady():
+        states = vit.states(vit.run(vit.embed(image)))
+        visual = vit.see_visual(image)
+        assert visual.shape == (1, 12, 4 * 32)
+        close(vit.see_visual(tokens=states), visual)
+        for part, state in enumerate((4, 1, 2, 3)):
+            changed = vit.see_visual(tokens={**states, state: states[state].roll(1, 2)})
+            moved = [bool((a != b).any()) for a, b in zip(changed.split(32, 2), visual.split(32, 2), strict=True)]
+            assert moved == [part == i for i in range(4)]
+        without = torch.cat([visual[..., :32], torch.zeros(1, 12, 96)], 2)
+        assert float((vit.answer_logs(without)[0] - vit.answer_logs(visual)[0]).abs().max()) > 1e-2
+
+
+@torch.no_grad()
 def test_without_an_image_the_language_model_reads_text_at_its_positions() -> None:
     vit = asked("llava")
     none = torch.zeros(1, 0, dtype=torch.long)
@@ -205,22 +239,41 @@ def test_without_an_image_the_language_model_reads_text_at_its_positions() -> No
 
 @torch.no_grad()
 def test_masks_of_gemma3_are_gathered_not_rebuilt() -> None:
+    """The masks of the short sequence are parts of the full ones; the model's own for that sequence are others."""
     vit, image = asked("gemma3", "language"), image_of("gemma3")
-    keep = torch.tensor([[0, 3]])
-    visual = vit.see_visual(image)
-    logs = vit.answer_logs(visual, keep)[0]
-    vit.transcript.recent.clear()
-    masks = [call["attention_mask"] for call in vit.transcript.calls]
-    assert not torch.equal(masks[0], masks[1])  # sliding and full
-    order = torch.cat([torch.arange(2), torch.arange(7, 9), torch.arange(4), torch.arange(4)])
-    assert len(order) > 0
-    rebuilt = [dict(call, attention_mask=masks[1].tril()) for call in vit.transcript.calls]
-    wrong = vit.ask(vit.question, bind=False)
-    wrong.head.transcript = type(vit.transcript)(**{**vars(vit.transcript), "calls": rebuilt, "recent": []})
-    try:
-        assert float((wrong.answer_logs(visual, keep)[0] - logs).abs().max()) > 1e-2
-    finally:
-        wrong.head.transcript = vit.transcript
+    visual, ids = vit.see_visual(image), torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)])
+    logs = vit.answer_logs(visual, torch.tensor([[0, 3]]))[0]
+    places = torch.tensor([0, 1, 2, 5, 6, 7, 8, 9, 10])  # without two of the four visual tokens
+    with vit.steady():
+        entered, calls = vit._record_language(ids, len(ANSWER))
+    tokens = entered[:, places].clone()
+    tokens[:, 2:4] = visual[:, [0, 3]]
+    net: Any = vit.net
+
+    def read(mask: Any) -> Tensor:
+        out = net.model.language_model(
+            inputs_embeds=tokens, position_ids=places[None], attention_mask=mask, use_cache=False
+        )
+        out = net.lm_head(out.last_hidden_state)[:, 5:8].log_softmax(-1)
+        return out.gather(2, torch.tensor(ANSWER)[None, :, None])[..., 0]
+
+    masks = [call["attention_mask"][..., places[:, None], places] for call in calls]
+    close(logs, read({"sliding_attention": masks[0], "full_attention": masks[1]}))
+    assert float((logs - read(torch.ones(1, 9))).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+@torch.no_grad()
+def test_a_picture_of_zeros_is_not_taken_for_padding(name: str) -> None:
+    vit, zeros = opened(name), torch.zeros(1, 3, 64, 64)
+    ids = torch.tensor([[1, *[IMAGE] * 4, 8]])
+    close(vit.see_visual(zeros), vit.see_visual(zeros + 1e-6))
+    assert vit.see_visual(torch.cat([zeros, image_of(name)])).shape == (2, 4, 32)
+    pixels = torch.stack([zeros[0], image_of(name)[0]])[None]  # the model itself drops it: one picture is left of two
+    assert len(vit.net.get_image_features(pixel_values=pixels).pooler_output) == 1
+    both = torch.cat([zeros, image_of(name)])
+    for row, picture in enumerate(both):
+        close(vit.call(both, ids[0]).logits[row], vit.call(picture[None], ids[0]).logits[0])
 
 
 @torch.no_grad()
@@ -238,7 +291,22 @@ def test_paligemma_does_not_see_later_words() -> None:
     assert float((outs[0] - outs[1]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["llava", "paligemma", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_of_the_text_before_the_image_are_the_same_for_all_variants(name: str) -> None:
+    """Without gradients they are computed once; PaliGemma has no text before the image."""
+    vit, image = asked(name), image_of(name)
+    keep = torch.tensor([[0, vit.visual - 1], [1, 2]])
+    with vit.steady():
+        visual = vit.see_visual(image).expand(2, -1, -1)
+        full = vit.answer_logs(visual, keep)[0]  # with gradients all tokens are run
+        with torch.no_grad():
+            logs = [vit.answer_logs(visual, keep)[0] for _ in range(2)]
+    close(logs[0], full.detach(), limit=1e-5)
+    assert torch.equal(*logs)
+    assert [keys.count for _, keys in vit.transcript.keys.values()] == ([] if name == "paligemma" else [2])
+
+
+@pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_teacher_forcing_is_the_sum_of_single_steps(name: str) -> None:
     vit, image = asked(name), image_of(name)
@@ -297,6 +365,67 @@ def test_a_generated_answer_is_held_and_its_visual_words_are_explained() -> None
     assert bool(value.isfinite().all())
 
 
+@pytest.mark.parametrize("place", ["tower", "language"])
+@pytest.mark.parametrize("name", ["llava", "paligemma", "qwen3_vl"])
+def test_token_activation_is_the_lens_minus_earlier_words(name: str, place: str) -> None:
+    vit, image = opened(name, place), image_of(name)
+    head = pl.heads.Answer(PROMPT, ANSWER, words=["token11", "token13"], force=True)
+    prompt = vit.ask(head).prepared(image).transcript.prompt
+    with torch.no_grad():
+        logits = vit.call(image, torch.cat([prompt, torch.tensor(ANSWER)]), len(ANSWER)).logits[0].double()
+    cells, first = (prompt == IMAGE).nonzero()[:, 0].tolist(), len(prompt)
+    lens = {word: [float(logits[i, word]) for i in cells] for word in ANSWER}
+    lens = {word: [value - sum(values) / len(cells) for value in values] for word, values in lens.items()}
+    alpha = [max(0.0, float(logits[first + k, 13])) for k in range(2)]
+    mixed = [
+        sum(a * lens[word][i] for a, word in zip(alpha, (11, 12), strict=True)) / (sum(alpha) or 1)
+        for i in range(len(cells))
+    ]
+    size = sum(m * m for m in mixed)
+    beta = max(0.0, sum(a * m for a, m in zip(lens[13], mixed, strict=True)) / size) if size else 0.0
+    expected = torch.tensor([lens[11], [a - beta * m for a, m in zip(lens[13], mixed, strict=True)]])
+    att = pl.explain(vit, image, "token-activation", head=head, target=[["token11", "token13"]])
+    squares = vit.fine.sets("merge") if place == "tower" else slice(None)
+    close(att.scores[0].flatten(1), expected[:, squares].float(), limit=1e-5)
+    plain = pl.explain(vit, image, "token-activation", head=head, target="token13", earlier=False)
+    close(plain.scores[0].flatten(), torch.tensor(lens[13])[squares], limit=1e-5)
+    with pytest.raises(Unsupported, match="not the difference of two"):
+        pl.explain(vit, image, "token-activation", head=pl.heads.Answer(PROMPT, ANSWER, against=[40], force=True))
+
+
+def test_rows_of_attention_in_the_language_model_warn_of_sinks() -> None:
+    image, head = image_of("llava"), pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    with pytest.warns(DegenerateMap, match="attention of a language model often falls on its first tokens"):
+        pl.explain(opened("llava", "language"), image, "rawatt", head=head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pl.explain(opened("llava", "language"), image, "genatt", head=head)
+        pl.explain(opened("llava"), image, "rawatt", head=head)
+
+
+@torch.no_grad()
+def test_metrics_run_from_the_prior_to_the_image() -> None:
+    """A curve ends at 1 with the image; with all visual tokens removed it is 0."""
+    vit, image = opened("llava"), image_of("llava")
+    head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    att = pl.explain(vit, image, "token-activation", head=head)
+    asked_vit = vit.ask(head).prepared(image)
+    gain = float((asked_vit.question.full - asked_vit.question.prior).sum())
+    assert abs(gain) > 0.1
+    found = pl.evaluate(vit, image, att, "deletion", unit="token", steps=4)
+    close(found.curve[0, [0, -1]], torch.tensor([1.0, 0.0], dtype=found.curve.dtype), limit=1e-4)
+    order = att.scores.flatten().argsort(descending=True, stable=True)
+    low, high = (each.mean().exp() for each in (asked_vit.question.prior, asked_vit.question.full))
+    with vit.steady():
+        kept = asked_vit.run(asked_vit.embed(image), keep=order[None, 8:])
+        p = asked_vit.readout(kept, order[None, 8:])[0, 1]
+    close(found.curve[0, 2].float(), (p - low) / (high - low), limit=1e-4)
+    least = _least(vit, image)
+    weak = pl.explain(vit, image, "ixg", head=pl.heads.Answer(PROMPT, LONG, words=least, force=True))
+    with pytest.raises(PatchlightError, match=rf"the image adds almost nothing to '{least[0]}'"):
+        pl.evaluate(vit, image, weak, "ins-del", unit="token", steps=4)
+
+
 def test_sentences_of_refusals() -> None:
     vit, image = opened("llava"), image_of("llava")
 
@@ -317,7 +446,7 @@ def test_sentences_of_refusals() -> None:
         explain([1, IMAGE], answer=ANSWER)
     least = _least(vit, image)
     with pytest.warns(DegenerateMap), pytest.raises(PatchlightError, match="the image adds almost nothing"):
-        explain(answer=ANSWER, words=least)
+        explain(answer=LONG, words=least)
     with pytest.warns(DegenerateMap, match="is not what LlavaForConditionalGeneration says for this image"):
         explain(answer=ANSWER, words="all")
     with pytest.raises(PatchlightError, match="choices are complete answers"):
@@ -333,13 +462,12 @@ def test_sentences_of_refusals() -> None:
 
 
 def _least(vit: Any, image: Tensor) -> list[str]:
-    """A word of an answer that the image adds almost nothing to."""
-    head = pl.heads.Answer(PROMPT, list(range(11, 60)), words="all", force=True)
+    """A word of a long answer that the image adds almost nothing to."""
+    head = pl.heads.Answer(PROMPT, LONG, words="all", force=True)
     words = vit.ask(head).prepared(image).question.words
-    gains = {word.word: abs(word.gain) for word in words if word.word in ("token11", "token12", "token13")}
-    if min(gains.values()) >= 0.1:
-        pytest.skip("each word gains from the image")
-    return [min(gains, key=lambda word: gains[word])]
+    least = min(words, key=lambda word: abs(word.gain))
+    assert abs(least.gain) < 0.1
+    return [least.word]
 
 
 def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_path: Any) -> None:

@@ -130,6 +130,8 @@ class Contract(ABC):
     """None if what is behind the blocks has rules of decomposition and relevance, otherwise the reason why not."""
     can_attend: str | None = None
     """None if the attention found by the probe is all that a block does, otherwise the reason why not."""
+    sinks: str = ""
+    """Why rows of attention may say little about the image, if its attention falls on tokens that mean nothing."""
     unordered: bool = False
     """Whether the cells of the grid have no neighbours, as the tiles of a bag."""
     pools_only: bool = False

@@ -21,8 +21,11 @@ ANSWERING = (
     "SmolVLMForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 )
 """The classes of transformers that answer in words and can be opened."""
+_TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
+"""Settings of processors that cut a picture into tiles; it is shown as one."""
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*")
 
 
@@ -100,7 +103,9 @@ class Prompts:
             if self.processor is None:
                 return [int(i) for i in self.tokenizer(text)["input_ids"]]
             blank = Image.new("RGB", (size[1], size[0]), (128, 128, 128))
-            return [int(i) for i in self.processor(text=text, images=blank)["input_ids"][0]]
+            images = getattr(self.processor, "image_processor", None)
+            complete = {key: False for key in _TILES if getattr(images, key, False)}
+            return [int(i) for i in self.processor(text=text, images=blank, **complete)["input_ids"][0]]
         except Exception as error:
             raise PatchlightError(
                 f"the {type(writer).__name__} of {self.name} cannot read the prompt {prompt!r}: {first_line(error)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.contract import Parts
+from patchlight.anatomy.contract import Parts, States
 from patchlight.anatomy.discovery import map_tensors, tensors_in
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hf import CLIP, SIGLIP, HuggingFaceAnatomy, as_processed
@@ -35,13 +36,14 @@ from patchlight.zoo import pocket
 
 Place = Literal["tower", "language"]
 KNOWN: Mapping[str, Preprocess] = {
-    kind: CLIP if kind.startswith(("Llava", "InternVL", "Qwen")) else SIGLIP for kind in ANSWERING
+    kind: CLIP if kind.startswith(("Llava", "InternVL", "Qwen2")) else SIGLIP for kind in ANSWERING
 }
 """The preprocessing of the tower that each model was published with."""
 BUNDLED = Path(pocket.__file__).parent / "pocket-vlm"
 """The folder of the bundled model that answers questions about composed scenes."""
 _TOWERS = ("model.vision_tower", "model.vision_model", "model.visual")
 _LANGUAGES = ("model.language_model", "model.text_model")
+_TILED = ("LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")
 _NO_RULE = "norms and gated MLPs of its language model have no rule yet"
 _UNSIZED = (448, 448)
 """The size of images for models that take any, if no other is given."""
@@ -70,6 +72,26 @@ class Transcript:
     read: Sequence[Tensor]
     recent: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The masks of the last sequence that was run."""
+    before: int = 0
+    """How many tokens of the text stand before the image and attend to nothing behind them."""
+    keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """By type: the net they were computed with, and keys and values of these tokens, the same for every image."""
+
+
+class Keys:
+    """Keys and values of the first `count` tokens, in the place of a cache: recorded once, then put before others."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if not self.count:
+            self.layers[layer] = key, value
+            return key, value
+        first = (each[:, :, : self.count].expand(len(key), -1, -1, -1) for each in self.layers[layer])
+        return torch.cat([next(first), key], 2), torch.cat([next(first), value], 2)
 
 
 class AnswersAnatomy(TaskAnatomy):
@@ -141,6 +163,11 @@ class AnswersAnatomy(TaskAnatomy):
         )
         self.can_decompose = _NO_RULE
         self._one_blank = False
+        if place == "language":
+            self.sinks = (
+                "attention of a language model often falls on its first tokens (sinks), whatever the image shows; "
+                "'genatt', which weighs it by its gradient, and 'ixg' work better"
+            )
         if place == "language" or not _plain(model.get_submodule(self.tower_paths[0])):
             self.can_rule = _NO_RULE if place == "language" else "norms and gated MLPs of its tower have no rule yet"
         elif self.dead:
@@ -210,8 +237,11 @@ class AnswersAnatomy(TaskAnatomy):
             places[:1] = last
             read.append(places)
             begin += length
-        layout = Layout(self.coarse, prefix=len(embedded))
-        return Transcript(layout, ids[0][:size], [each[size:] for each in ids], embedded, calls, read)
+        layout, before = Layout(self.coarse, prefix=len(embedded)), int(image.nonzero()[0, 0])
+        if any(bool(call["attention_mask"][:before, before:].any()) for call in calls):
+            before = 0
+        answered = [each[size:] for each in ids]
+        return Transcript(layout, ids[0][:size], answered, embedded, calls, read, before=before)
 
     def _record_language(self, ids: Tensor, suffix: int) -> tuple[Tensor, list[dict[str, Any]]]:
         """What enters the first block of the language model, and the arguments of each, for a blank image."""
@@ -230,36 +260,56 @@ class AnswersAnatomy(TaskAnatomy):
             self.call(self.blank(1), ids, suffix)
         return entered[0], calls
 
-    def see_visual(self, images: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        """The visual tokens [B,n,D] that enter the language model, of images or of the last tokens of the tower."""
-        sites = self.sites
+    def see_visual(self, images: Tensor | None = None, tokens: States | None = None) -> Tensor:
+        """The visual tokens [B,n,D] that enter the language model, of images or of the states of the tower.
+
+        What its forward adds to them behind its first blocks stands in further channels [B,n,(1+added)D].
+        """
+        sites, entered = self.sites, list[Tensor]()
 
         def stop(number: int | None, site: Site) -> Any:
-            if any(site.module is layer for layer in sites.heads):
-                raise Entered(site.tokens)
-            return site.run()
+            if not any(site.module is layer for layer in sites.heads):
+                return site.run()
+            entered.append(site.tokens[:, : self.visual])
+            if len(entered) > (len(sites.heads) - 1 if self.added is None else self.added):
+                raise Entered(torch.cat(entered, 2))
+            return torch.zeros_like(site.tokens)  # so that what enters the next block is what is added
 
-        count = len(self.tower_paths)
-        at = partial(stop, None) if tokens is None else self.replay({count: tokens}, count - 1, stop)
+        count, states = len(self.tower_paths), {} if tokens is None else self._states(tokens)
+        at = self.replay(states, count - 1, stop) if states else partial(stop, None)
         try:
-            with self.intercepted(at, tokens is not None):
-                self.call(self.blank(len(tokens)) if tokens is not None else cast(Tensor, images))
-        except Entered as entered:
-            return entered.tokens[:, : self.visual]
+            with self.intercepted(at, bool(states)):
+                self.call(self.blank(len(states[count])) if states else cast(Tensor, images))
+        except Entered as last:
+            return last.tokens
         raise PatchlightError(f"the forward of {self.name} does not call its language model")
 
+    added: int | None = None
+    """Behind how many blocks of the language model the forward adds to the visual tokens; None: not seen yet."""
+
+    def _states(self, tokens: States) -> dict[int, Tensor]:
+        return self.states(tokens) if isinstance(tokens, Tensor) else dict(tokens)
+
     def _sequence(self, visual: Tensor) -> Tensor:
-        """Text and visual tokens [B,S+n,D]."""
+        """Text and visual tokens [B,S+n,D]; nothing is added to text."""
         text = self.transcript.text.to(visual)
+        text = nn.functional.pad(text, (0, visual.shape[2] - text.shape[1]))
         return torch.cat([text.expand(len(visual), -1, -1), visual], 1)
 
-    def _layer(self, index: int, tokens: Tensor, keep: Tensor | None) -> Tensor:
-        """A block of the language model, on the text and the visual tokens at `keep` [B,k]."""
-        script, layer = self.transcript, self.sites.heads[index]
+    def _layer(self, index: int, tokens: Tensor, keep: Tensor | None, keys: Keys | None = None) -> Tensor:
+        """A block of the language model, on the text and the visual tokens at `keep` [B,k], and what is added to it.
+
+        Tokens whose `keys` are known are not among these.
+        """
+        script, layer, added = self.transcript, self.sites.heads[index], self.added or 0
+        tokens, *more = tokens.chunk(1 + added, 2)
         named = script.calls[index]
         places = None if keep is None else script.layout.places(keep)
         mask = _mask(script, named["attention_mask"], keep, places, tokens.dtype)
         others = {key: value for key, value in named.items() if key != "attention_mask"}
+        if keys is not None:
+            others["past_key_values"], mask = keys, mask[:, :, keys.count :]
+            places = None if places is None else places[:, keys.count :]
 
         def suited(value: Tensor) -> Tensor:
             axis = _axis(value, script.layout.count)
@@ -268,21 +318,17 @@ class AnswersAnatomy(TaskAnatomy):
                 value = value.squeeze(2) if axis == 1 else value.movedim(0, axis)
             return value.to(tokens.dtype) if value.is_floating_point() else value
 
-        return tensors_in(layer(tokens, attention_mask=mask, **map_tensors(others, suited)))[0]
+        out = tensors_in(layer(tokens, attention_mask=mask, **map_tensors(others, suited)))[0]
+        return torch.cat([out + more[index] if index < added else out, *more], 2) if added else out
 
-    def _logs(self, tokens: Tensor) -> list[Tensor]:
+    def _logs(self, tokens: Tensor, before: int = 0) -> list[Tensor]:
         """The log-probabilities [B,T] of the tokens of each answer, from what leaves the language model.
 
-        Of the trial, those of all words [B,2V].
+        Of the trial, those of all words [B,2V]. The first `before` tokens are not among these.
         """
-        script, net = self.transcript, cast(Any, self.net)
-        norm, head = net.get_submodule(f"{self.language_path}.norm"), net.lm_head
-        cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
-        found = []
+        script, found = self.transcript, []
         for places, ids in zip(script.read, script.answers, strict=True):
-            logits = head(norm(tokens[:, places])).float()
-            logits = logits if cap is None else torch.tanh(logits / cap) * cap
-            logs = logits.log_softmax(-1)
+            logs = self._words_at(tokens[:, places - before]).log_softmax(-1)
             found.append(
                 logs.flatten(1).to(tokens.dtype)  # rounded, as the probe expects of its type
                 if self.question is None
@@ -290,14 +336,48 @@ class AnswersAnatomy(TaskAnatomy):
             )
         return found
 
+    def _words_at(self, tokens: Tensor) -> Tensor:
+        """The logits of all words [...,V] that the language model gives where these tokens leave its last block."""
+        net = cast(Any, self.net)
+        norm, width = net.get_submodule(f"{self.language_path}.norm"), self.transcript.text.shape[1]
+        logits: Tensor = net.lm_head(norm(tokens[..., :width])).float()
+        cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def lens(self, images: Tensor, ids: Tensor) -> Tensor:
+        """The logits [B,S+n,T] of words `ids` [T] at every place of the sequence of images."""
+        tokens = self._sequence(self.see_visual(images))
+        for index in range(len(self.language_paths)):
+            tokens = self._layer(index, tokens, None)
+        return torch.cat([self._words_at(part)[..., ids] for part in tokens.split(64, 1)], 1)
+
     def answer_logs(self, visual: Tensor, keep: Tensor | None = None) -> list[Tensor]:
         """The same for visual tokens [B,n,D], of which only those at `keep` [B,k] are shown."""
-        tokens = self._sequence(visual)
-        tokens = tokens if keep is None else tokens.gather(1, self._where(keep, tokens))
+        tokens, keys = self._sequence(visual), None
         with torch._C.DisableTorchFunction() if self.at == "tower" else contextlib.nullcontext():
+            if keep is not None:
+                tokens = tokens.gather(1, self._where(keep, tokens))
+                keys = None if torch.is_grad_enabled() else self._keys(tokens)
+            before = 0 if keys is None else keys.count
+            tokens = tokens[:, before:]
             for index in range(len(self.language_paths)):
-                tokens = self._layer(index, tokens, keep)
-            return self._logs(tokens)
+                tokens = self._layer(index, tokens, keep, keys)
+            return self._logs(tokens, before)
+
+    def _keys(self, like: Tensor) -> Keys | None:
+        """Keys and values of the text before the image, for all blocks; None if there is none."""
+        script, net = self.transcript, self.net
+        if not script.before:
+            return None
+        seen, keys = script.keys.get(like.dtype, (None, None))
+        if seen is None or seen() is not net:
+            keys, none = Keys(), torch.zeros(1, 0, dtype=torch.long, device=like.device)
+            tokens = self._sequence(like[:1, :0])
+            for index in range(len(self.language_paths)):
+                tokens = self._layer(index, tokens, none, keys)
+            keys.count = script.before
+            script.keys[like.dtype] = weakref.ref(net), keys
+        return keys
 
     def _where(self, keep: Tensor, tokens: Tensor) -> Tensor:
         places = self.transcript.layout.places(keep)
@@ -324,7 +404,9 @@ class AnswersAnatomy(TaskAnatomy):
         return self.sites.blocks if self.at == "tower" else self.sites.heads
 
     def width_of(self, index: int) -> int:
-        return super().width_of(index) if self.at == "tower" else self.transcript.text.shape[1]
+        if self.at == "tower":
+            return super().width_of(index)
+        return self.transcript.text.shape[1] * (1 + (self.added or 0))
 
     @property
     def layout_read(self) -> Layout:
@@ -345,7 +427,10 @@ class AnswersAnatomy(TaskAnatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if self.at == "language":
             return self._layer(index, tokens, positions)
-        return self._packed_block(index, tokens, positions) if self._packed else super().block(index, tokens, positions)
+        if not self._packed:
+            return super().block(index, tokens, positions)
+        self.note_state(index, tokens)
+        return self._packed_block(index, tokens, positions)
 
     def _packed_block(self, index: int, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """A block of a tower that takes the tokens of all images as one list [BN,D], with the borders of windows."""
@@ -372,21 +457,25 @@ class AnswersAnatomy(TaskAnatomy):
     def unflat(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
         return tokens.flatten(0, 1) if len(shape) == 2 else super().unflat(tokens, shape)
 
-    def classified(self, tokens: Tensor) -> Tensor:
+    def classified(self, tokens: States) -> Tensor:
         return self._answered(tokens, None)
 
-    def classified_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def classified_at(self, tokens: States, positions: Tensor) -> Tensor:
         return self._answered(tokens, positions)
 
-    def _answered(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def _answered(self, tokens: States, positions: Tensor | None) -> Tensor:
         if self.at == "language":
-            return self._read(self._logs(tokens), len(tokens))
-        if positions is not None:  # the projector reads each square of patches alone, so blanks may fill the others
-            full = tokens.new_zeros(len(tokens), self.fine.count, tokens.shape[2])
-            places = self.fine.places(positions)
-            tokens = full.scatter(1, places[..., None].expand_as(tokens), tokens)
-        visual = self.see_visual(tokens=tokens.to(self.dtype))  # a widened pass has wider tokens
-        return self._read(self.answer_logs(visual, self._groups(positions)), len(tokens))
+            return self._read(self._logs(cast(Tensor, tokens)), len(tokens))
+
+        def filled(state: Tensor) -> Tensor:
+            if positions is not None:  # the projector reads each square of patches alone: blanks may fill the others
+                full = state.new_zeros(len(state), self.fine.count, state.shape[2])
+                places = self.fine.places(positions)
+                state = full.scatter(1, places[..., None].expand_as(state), state)
+            return state.to(self.dtype)  # a widened pass has wider tokens
+
+        visual = self.see_visual(tokens={index: filled(state) for index, state in self._states(tokens).items()})
+        return self._read(self.answer_logs(visual, self._groups(positions)), len(visual))
 
     def _groups(self, positions: Tensor | None) -> Tensor | None:
         """The visual tokens [B,k] of patches at `positions`; an error if a square of patches is not complete."""
@@ -448,6 +537,7 @@ class AnswersAnatomy(TaskAnatomy):
     def check(self) -> None:
         if self.bare is None:
             with torch.inference_mode(False), torch.no_grad(), self.steady():
+                self.added = self._see_added(random_image(self))
                 if self.at == "language":
                     self.layout = self.transcript.layout
                     Anatomy.check(self)
@@ -459,17 +549,39 @@ class AnswersAnatomy(TaskAnatomy):
         """Find the order of patches, check that each square makes one visual token, and how patches are dropped."""
         image = random_image(self)
         self.layout = self.fine = replace(self.fine, order=self._see_order(image))
+        self.states_read = self._see_states(image)
         tokens = self.run(self.embed(image))
         squares = self.fine.sets("merge")
         picked = torch.arange(self.visual) % 3 == 0
-        changed = tokens.clone()
+        states = self.states(tokens)
         cells = self.fine.place[picked[squares]].to(tokens.device)
-        changed[:, cells] += torch.randn(changed[:, cells].shape, generator=torch.Generator().manual_seed(1)).to(tokens)
-        moved = (self.see_visual(tokens=tokens) != self.see_visual(tokens=changed)).any(2)[0].cpu()
+        noise = torch.zeros_like(tokens)
+        noise[:, cells] = torch.randn(noise[:, cells].shape, generator=torch.Generator().manual_seed(1)).to(tokens)
+        changed = {index: state + noise for index, state in states.items()}
+        moved = (self.see_visual(tokens=states) != self.see_visual(tokens=changed)).any(2)[0].cpu()
         if not torch.equal(moved, picked):
             raise Unsupported(f"{self.name} does not make one visual token of each square of patches")
         self._stuck = self._see_absent(tokens)
         self.can_drop = self._stuck or (self._refuse_single() if self.merge_size > 1 else None)
+
+    def _see_added(self, image: Tensor) -> int:
+        """Behind how many of its first blocks the language model's forward adds to visual tokens."""
+        width = self.transcript.text.shape[1]
+        parts = self.see_visual(image).split(width, 2)[1:]
+        return max((index + 1 for index, part in enumerate(parts) if bool(part.any())), default=0)
+
+    def _see_states(self, image: Tensor) -> tuple[int, ...]:
+        """The states of the tower that visual tokens are made of; empty if only the last."""
+        count, tokens, states = len(self.tower_paths), self.embed(image), dict[int, Tensor]()
+        for index in range(count):
+            states[index] = tokens
+            tokens = self.block(index, tokens)
+        with torch.enable_grad():
+            leaves = {i: state.detach().requires_grad_() for i, state in {**states, count: tokens}.items()}
+            visual = self.see_visual(tokens=leaves).sum()
+            found = torch.autograd.grad(visual, list(leaves.values()), allow_unused=True)
+        read = tuple(index for index, gradient in enumerate(found) if gradient is not None)
+        return () if read == (count,) else read
 
     def _see_order(self, image: Tensor) -> tuple[int, ...] | None:
         """The place of each patch among the tokens, found by changing patches whose number has a bit set."""
@@ -741,11 +853,17 @@ def _mask(
 @register_family("vision-language models", package="transformers")
 def read_vlm(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a vision-language model of transformers, or None."""
-    if type(model).__name__ not in KNOWN:
+    name = type(model).__name__
+    if name in _TILED:
+        raise Unsupported(
+            f"{name} cuts an image into tiles and shows each part twice, which is an image in too many tiles to open; "
+            f"{', '.join(ANSWERING[:-1])} and {ANSWERING[-1]} work"
+        )
+    if name not in KNOWN:
         return None
     given = about.get("preprocess")
     if given is not None and not isinstance(given, Preprocess):
-        about["preprocess"] = applied(given, lambda: _preprocess(model, about.get("processor"), type(model).__name__))
+        about["preprocess"] = applied(given, lambda: _preprocess(model, about.get("processor"), name))
     return AnswersAnatomy(model, **about)
 
 

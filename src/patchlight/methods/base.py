@@ -36,7 +36,7 @@ GROUPS: Mapping[str, str] = {
     "attention": "attention eclip legrad tokentm transition",
     "gradients": "dave gradients",
     "decomposition": "decomposition decompx position relevance",
-    "CAM": "cams scorecam",
+    "CAM": "cams scorecam token_activation",
     "perturbation": "atman caap hsic lime mda occlusion pami posterior rise search tis vitcx",
     "Shapley": "shapley",
     "trained": "trained.diffmask.method trained.shapley.method",

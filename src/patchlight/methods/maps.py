@@ -18,6 +18,7 @@ from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.graphs import captured
 from patchlight.evidence.passes import Pass, run_pass, surely_predicted
 from patchlight.evidence.precision import lowered
+from patchlight.evidence.record import BACKWARD
 from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.evidence.runner import FEATURES, PIXELS, LayerJob
 from patchlight.methods.base import Ablates, Ask, Estimate, LayerMap, LayerMaps, OwnPasses, Reads, ReadsBlocks
@@ -269,5 +270,8 @@ def _warn_if_degenerate(request: Request, vit: Anatomy, dead: Tensor, first: int
         images = (first + dead.nonzero().flatten()).tolist()
         reason = f"the map of image {', '.join(map(str, images[:8]))} is constant"
         reason += f": {request.method.constant}" if request.method.constant else ""
+    needed = request.method.needed(request.settings)
+    if reason is None and vit.sinks and "A" in needed and not needed & BACKWARD:
+        reason = vit.sinks
     if reason is not None:
         warn(f"{request.name}: {reason}", DegenerateMap)

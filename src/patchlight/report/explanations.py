@@ -19,6 +19,7 @@ from PIL import Image
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.charts import PALETTE, SOFT, Band, Line, line_chart, line_style
 from patchlight.core.drawing.heat import blend, is_signed, robust_scale
+from patchlight.core.drawing.notebook import sentence_html
 from patchlight.core.drawing.page import Chart, data_url, render_page
 from patchlight.core.drawing.pictures import IGNORES_CLASS, colour_bar, ignores_class, map_title, percent, short
 from patchlight.core.errors import PatchlightError, escape_surrogates
@@ -97,7 +98,8 @@ class MapEntry:
 class ImageSection:
     """One image of a report, with encoded pictures.
 
-    `size` is that of the large map, `pixels` that of the model's input; `signed` says which colours the large map has.
+    `size` is that of the large map, `pixels` that of the model's input; `signed` says which colours the large map has;
+    `answer` is the sentence of a model that answers, as HTML.
     """
 
     name: str
@@ -117,6 +119,7 @@ class ImageSection:
     hash: str
     sha256: str
     signed: bool
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ def section_of(image: Explained) -> ImageSection:
         hash=first.images[0] if first.images else "",
         sha256=image.sha256,
         signed=is_signed(first.scores),
+        answer="".join(map(sentence_html, first.words)),
     )
 
 

@@ -308,6 +308,11 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
         record["inside"] = {
             name: round(share_inside(each.upsample(), boxes_of(vit)[0]), 4) for name, each in one.maps.items()
         }
+    if att.words:
+        record["words"] = [
+            {"word": each.word, "probability": round(each.probability, 6), "gain": round(each.gain, 6)}
+            for each in att.words[0]
+        ]
     if att.against is not None:
         record["against"] = {"index": int(att.against[0]), "label": att.against_names[0]}
     return record

@@ -347,6 +347,8 @@ def measure(
 ) -> dict[str, dict[str, Outcome[Evaluation]]]:
     """Measure maps by label, as in `evaluate`, batch by batch; returns outcomes by label and metric."""
     vit, images = vit.fit(images)
+    if vit.question is not None:
+        vit = vit.ask((vit.question.general or vit.question).measured())
     vit.renew()
     columns = {label: [_Column(request, options.isolate) for request in metrics[label]] for label in maps}
     for column in itertools.chain(*columns.values()):
@@ -393,6 +395,8 @@ def measure(
             _check_count(part.stop, count, more=True)
             check_images(sources.values(), part, batch)
             classes = _classes(vit, batch, sources, targets, part, count)
+            if vit.question is not None:
+                vit.question.check_measured([i for each in classes.values() for i in each.index[:, 0].tolist()])
             explained = _maps(vit, batch, sources, classes, part, seed)
             if options.watch is not None:
                 maps_by_label = {label: each.maps for label, each in explained.items()}

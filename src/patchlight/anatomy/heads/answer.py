@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,6 +60,8 @@ class Answer(Question):
     """
 
     tasks = ("answers",)
+    normalised = False
+    """Whether it is the question whose curves metrics follow, from the prior to the image."""
     text = ""
     """The answer of this image."""
 
@@ -92,10 +95,31 @@ class Answer(Question):
             "prompt": self.prompt,
             "answer": self.answer,
             "words": self.asked,
-            "against": self.against,
+            "against": None if self.normalised else self.against,
         }
         names |= {"choices": self.choices, "without": self.without if self.without != "removed" else None}
         return {"head": "Answer", **{key: value for key, value in names.items() if value is not None}}
+
+    def measured(self) -> Answer:
+        """The same words against the language prior: 0 without the image, 1 with it."""
+        if self.choices is not None or self.against is not None:
+            return self
+        if self._measured is None:
+            self._measured = copy(self)
+            self._measured.against, self._measured.normalised = "prior", True
+        return self._measured
+
+    _measured: Answer | None = None
+
+    def check_measured(self, labels: Sequence[int]) -> None:
+        """Refuse words that are as probable without the image: nothing lies between the ends of their curve."""
+        for label in labels if self.normalised else ():
+            gain = float((self.full - self.prior)[self.tokens[label]].sum())
+            if abs(gain) < _ADDS:
+                raise PatchlightError(
+                    f"the image adds almost nothing to '{self.labels[label]}' ({gain:.2g} nats), so a curve from its "
+                    "probability without the image to that with it says nothing; measure words with a gain"
+                )
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
         prompts = vit.prompts

@@ -65,6 +65,13 @@ class Question(Head):
         made.prepare(vit, image, size)
         return made
 
+    def measured(self) -> Self:
+        """The question whose scores metrics follow."""
+        return self
+
+    def check_measured(self, labels: Sequence[int]) -> None:
+        """Refuse labels whose curve would say nothing."""
+
     @abstractmethod
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
         """Set what is held for an image, and `labels`, from the model's plain output; changes this copy."""

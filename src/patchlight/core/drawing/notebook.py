@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -44,6 +44,8 @@ _STYLE = (
     "border-bottom:1px solid rgba(128,128,128,.35)}.patchlight small{opacity:.7}"
 )
 """Without colours, so that a table fits light and dark pages; long tables scroll."""
+DEEPEST = 4.0
+"""The gain in nats of a word of an answer with the deepest shade."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,22 @@ def _inside(cell: str | Html) -> str:
     return cell.text if isinstance(cell, Html) else escape(cell)
 
 
+def shades(words: Sequence[Any]) -> list[float]:
+    """How deep each word of an answer is shaded, from 0 to 1, by its gain."""
+    return [min(1.0, max(0.0, word.gain / DEEPEST)) for word in words]
+
+
+def sentence_html(words: Sequence[Any]) -> str:
+    """The words of an answer, shaded by how much the image adds to each; empty without words."""
+    spans = [
+        f'<span title="probability {word.probability:.2f}, gain {word.gain:.2f} nats" style="padding:1px 4px;'
+        f'border-radius:4px;background:rgba(122,92,220,{0.6 * shade:.2f})">{escape(word.word)}</span>'
+        for word, shade in zip(words, shades(words), strict=True)
+    ]
+    below = "<br><small>shaded by gain: how much the image adds to the word, up to 4 nats</small>"
+    return f'<div class="answer">{" ".join(spans)}{below}</div>' if spans else ""
+
+
 def heat_html(att: Attribution) -> str:
     """The first maps over their photographs (or as colours only), with their classes, method and model."""
     signed = is_signed(att.scores)
@@ -83,7 +101,8 @@ def heat_html(att: Attribution) -> str:
     badge = f"; {IGNORES_CLASS}" if ignores_class(att) else ""
     size = f"{plural(len(att), 'image')}, {'x'.join(map(str, att.grid))} {att.level}s"
     facts = f"{size}; {ends}, up to the 99th percentile{badge}"
-    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{''.join(cells)}{more}</div>"
+    said = "".join(map(sentence_html, att.words))
+    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{said}{''.join(cells)}{more}</div>"
 
 
 def maps_html(maps: Mapping[str, Attribution]) -> str:
@@ -106,7 +125,7 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
     ]
     below = f"each map up to its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
     titles = [map_title(label, att) + f" ({IGNORES_CLASS})" * ignores_class(att) for label, att in shown.items()]
-    return table_html([first.model, *titles], rows, below=below)
+    return "".join(map(sentence_html, first.words[:ROWS])) + table_html([first.model, *titles], rows, below=below)
 
 
 def figure_html(fig: ShownFigure, words: str) -> str:

@@ -159,10 +159,18 @@ def _figure(
             tiles = [Tile(heat, title) for heat, title in zip(heats, titles, strict=True)]
             rows.append(Row([Tile(picture), *tiles], label))
     dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
-    fig = draw_rows(rows, CELL, SCREEN, max(dpi, COARSEST), sorted({column.signed for column in columns}))
+    scales = sorted({column.signed for column in columns})
+    fig = draw_rows(rows, CELL, SCREEN, max(dpi, COARSEST), scales, _sentence(next(iter(maps.values()))))
     if path is not None:
         write_atomic(path, figure_bytes(fig, path))
     return fig
+
+
+def _sentence(att: Attribution) -> str:
+    """The words of the answer to one image, with how much the image adds to each."""
+    if len(att.words) != 1:
+        return ""
+    return "Answer (gains in nats): " + " ".join(f"{word.word} ({word.gain:.1f})" for word in att.words[0])
 
 
 def _title_lines(title: str) -> list[str]:
