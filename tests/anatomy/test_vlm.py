@@ -457,7 +457,7 @@ def test_sentences_of_refusals() -> None:
         pl.wrap(vit.model, preprocess=pl.Preprocess((60, 64)))
     with pytest.raises(Unsupported, match="norms and gated MLPs of its language model have no rule yet"):
         pl.explain(opened("llava", "language"), image, "ixg.libra", head=pl.heads.Answer(PROMPT, ANSWER, force=True))
-    with pytest.raises(PatchlightError, match="a model for answers; give head="):
+    with pytest.raises(PatchlightError, match=r"answers in words, so it needs a question: head=pl.heads.Answer\("):
         pl.explain(vit, image)
 
 

@@ -180,6 +180,12 @@ class AnswersAnatomy(TaskAnatomy):
         """With a tower in float32; in its language model nothing needs more than the model's own type."""
         return self if self.at == "language" else super().wide()
 
+    def default_question(self) -> Any:
+        raise PatchlightError(
+            f"{self.name} answers in words, so it needs a question: head=pl.heads.Answer('what is …'), or --prompt of "
+            "the command line"
+        )
+
     # the image
 
     def pixels(self, images: Tensor) -> dict[str, Any]:
@@ -369,8 +375,9 @@ class AnswersAnatomy(TaskAnatomy):
         script, net = self.transcript, self.net
         if not script.before:
             return None
+        keys: Keys | None
         seen, keys = script.keys.get(like.dtype, (None, None))
-        if seen is None or seen() is not net:
+        if keys is None or seen() is not net:
             keys, none = Keys(), torch.zeros(1, 0, dtype=torch.long, device=like.device)
             tokens = self._sequence(like[:1, :0])
             for index in range(len(self.language_paths)):

@@ -226,8 +226,8 @@ def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any]
         if shares:
             common.show(f"Inside the box of {image['target']['label']}: {', '.join(shares)} of the map.")
         if image.get("words"):
-            gains = ", ".join(f"{each['word']} {each['gain']:.2g}" for each in image["words"])
-            common.show(f"The image adds, in nats: {gains}. Words with 0 follow from the question alone.")
+            gains = ", ".join(f"{each['word']} {each['gain']:.1f}" for each in image["words"])
+            common.show(f"The image adds, in nats: {gains}. Words with 0.0 follow from the question alone.")
     if errors:
         common.show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
     if 1 <= len(done.written) <= 3:

@@ -222,6 +222,9 @@ class QuestionOptions:
     box: str | None = None
     label: str | None = None
     missed: bool = False
+    prompt: str | None = None
+    answer: str | None = None
+    words: str | None = None
 
     def __post_init__(self) -> None:
         if self.detections is not None and self.box is not None:
@@ -232,11 +235,20 @@ class QuestionOptions:
             raise PatchlightError("--missed needs --box and --label, the object that was missed")
         if self.label is not None and self.box is None:
             raise PatchlightError("--label needs --box, where the object is")
+        if self.prompt is None and (self.answer is not None or self.words is not None):
+            raise PatchlightError("--answer and --words need --prompt, the question that the model is asked")
+        if self.prompt is not None and (self.detections is not None or self.box is not None):
+            raise PatchlightError(
+                "--prompt is for a model that answers in words, --detections and --box for a detector"
+            )
 
     def heads(self) -> list[Any]:
         """The questions; none for the model's own."""
-        from patchlight.anatomy.heads import Box
+        from patchlight.anatomy.heads import Answer, Box
 
+        if self.prompt is not None:
+            words = [[word.strip()] for word in self.words.split(",")] if self.words else ["visual"]
+            return [Answer(self.prompt, self.answer, words=each) for each in words]
         if self.detections is not None:
             return [Box(detection=number, threshold=SURE) for number in range(self.detections)]
         if self.box is None:

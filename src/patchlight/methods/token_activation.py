@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from patchlight.anatomy.heads import Answer
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.vlm import AnswersAnatomy
 from patchlight.core.errors import PatchlightError
@@ -44,7 +45,7 @@ def token_activation(ask: Ask, earlier: bool = True) -> Tensor:
         earlier: Whether what earlier words explain is subtracted.
     """
     vit, question = ask.vit, ask.vit.question
-    if not isinstance(vit, AnswersAnatomy) or question is None:
+    if not isinstance(vit, AnswersAnatomy) or not isinstance(question, Answer):
         raise PatchlightError("token-activation explains words of answers; give head=pl.heads.Answer(…)")
     script, maps = vit.transcript, []
     for label in range(len(question.labels)):
@@ -72,4 +73,5 @@ def token_activation(ask: Ask, earlier: bool = True) -> Tensor:
     if ask.targets.against is not None:
         other = ask.targets.against.to(every.device)
         chosen = chosen - every.gather(1, other[..., None].expand_as(chosen))
-    return chosen.unflatten(2, vit.grid)
+    maps_of_labels: Tensor = chosen.unflatten(2, vit.grid)
+    return maps_of_labels

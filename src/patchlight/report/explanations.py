@@ -188,7 +188,7 @@ def section_of(image: Explained) -> ImageSection:
         hash=first.images[0] if first.images else "",
         sha256=image.sha256,
         signed=is_signed(first.scores),
-        answer="".join(map(sentence_html, first.words)),
+        answer="".join(sentence_html(words, first.head.get("prompt")) for words in first.words),
     )
 
 
@@ -241,9 +241,12 @@ def describe_run(
     removal = removal_words(trial.unit, trial.fill)
     facts = {
         "Date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "Model": f"{first.model}: {vit.depth} blocks, {vit.grid[0]}×{vit.grid[1]} patches, {vit.outcomes} classes",
+        "Model": f"{first.model}: {vit.depth} blocks, {vit.grid[0]}×{vit.grid[1]} patches"
+        + ("" if vit.task else f", {vit.outcomes} classes"),
         "Weights": f"{first.weights or 'unknown'} (Patchlight's hash of all weights)",
-        "Classes": ", ".join(f"{k}: {v}" for k, v in first.head.items()) if first.head else _model_classes(vit),
+        "Question" if vit.task else "Classes": ", ".join(f"{k}: {v}" for k, v in first.head.items())
+        if first.head
+        else _model_classes(vit),
         "Images": "as given"
         if view is None
         else f"{view.size[0]}×{view.size[1]} pixels, {view.fit}, {view.interpolation}, "

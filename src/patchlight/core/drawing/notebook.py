@@ -76,15 +76,16 @@ def shades(words: Sequence[Any]) -> list[float]:
     return [min(1.0, max(0.0, word.gain / DEEPEST)) for word in words]
 
 
-def sentence_html(words: Sequence[Any]) -> str:
-    """The words of an answer, shaded by how much the image adds to each; empty without words."""
+def sentence_html(words: Sequence[Any], prompt: Any = "") -> str:
+    """The prompt and the words of an answer, shaded by how much the image adds to each; empty without words."""
     spans = [
         f'<span title="probability {word.probability:.2f}, gain {word.gain:.2f} nats" style="padding:1px 4px;'
         f'border-radius:4px;background:rgba(122,92,220,{0.6 * shade:.2f})">{escape(word.word)}</span>'
         for word, shade in zip(words, shades(words), strict=True)
     ]
+    asked = f"<small>{escape(prompt)}</small><br>" if prompt and isinstance(prompt, str) else ""
     below = "<br><small>shaded by gain: how much the image adds to the word, up to 4 nats</small>"
-    return f'<div class="answer">{" ".join(spans)}{below}</div>' if spans else ""
+    return f'<div class="answer">{asked}{" ".join(spans)}{below}</div>' if spans else ""
 
 
 def heat_html(att: Attribution) -> str:
@@ -101,7 +102,7 @@ def heat_html(att: Attribution) -> str:
     badge = f"; {IGNORES_CLASS}" if ignores_class(att) else ""
     size = f"{plural(len(att), 'image')}, {'x'.join(map(str, att.grid))} {att.level}s"
     facts = f"{size}; {ends}, up to the 99th percentile{badge}"
-    said = "".join(map(sentence_html, att.words))
+    said = "".join(sentence_html(words, att.head.get("prompt")) for words in att.words)
     return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{said}{''.join(cells)}{more}</div>"
 
 
@@ -125,7 +126,8 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
     ]
     below = f"each map up to its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
     titles = [map_title(label, att) + f" ({IGNORES_CLASS})" * ignores_class(att) for label, att in shown.items()]
-    return "".join(map(sentence_html, first.words[:ROWS])) + table_html([first.model, *titles], rows, below=below)
+    said = "".join(sentence_html(words, first.head.get("prompt")) for words in first.words[:ROWS])
+    return said + table_html([first.model, *titles], rows, below=below)
 
 
 def figure_html(fig: ShownFigure, words: str) -> str:
