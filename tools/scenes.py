@@ -7,6 +7,7 @@ with noise and thin lines. Nothing is downloaded and nothing has a licence of it
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,8 @@ def compose(count: int, generator: torch.Generator, side: int = SIDE) -> Scenes:
     x = (columns - centre[..., 0, None, None]) / radius[..., None, None]
     y = (rows - centre[..., 1, None, None]) / radius[..., None, None]
     turn = uniform(count, MOST, 1, 1, low=-math.pi, high=math.pi)
-    inside = _inside(x * turn.cos() + y * turn.sin(), y * turn.cos() - x * turn.sin(), labels)
+    drawn = torch.where(there, labels, -1)
+    inside = _inside(x * turn.cos() + y * turn.sin(), y * turn.cos() - x * turn.sin(), drawn)
     masks = inside & there[..., None, None]
     there = there & masks.flatten(2).any(2)
     ground = _ground(count, side, generator)
@@ -66,18 +68,27 @@ def compose(count: int, generator: torch.Generator, side: int = SIDE) -> Scenes:
 
 def _inside(x: Tensor, y: Tensor, labels: Tensor) -> Tensor:
     """Which pixels belong to a shape, in coordinates where it has radius 1."""
-    r, angle = (x**2 + y**2).sqrt(), torch.atan2(y, x)
-    half = math.sqrt(0.5)
-    third = 2 * math.pi / 3
-    shapes = (
-        r < 0.9,
-        (x.abs() < 0.9 * half * 1.1) & (y.abs() < 0.9 * half * 1.1),
-        r * ((angle % third) - third / 2).cos() < 0.5,
-        ((x.abs() < 0.28) | (y.abs() < 0.28)) & (x.abs() < 0.9) & (y.abs() < 0.9),
-        (r < 0.95) & (r > 0.55),
-        r < 0.62 + 0.36 * (5 * angle).cos(),
-    )
-    return torch.stack([(labels == k)[..., None, None] & shape for k, shape in enumerate(shapes)]).any(0)
+    inside = torch.zeros_like(x, dtype=torch.bool)
+    for k, shape in enumerate(_SHAPES):
+        inside[labels == k] = shape(x[labels == k], y[labels == k])
+    return inside
+
+
+def _radius(x: Tensor, y: Tensor) -> Tensor:
+    return (x**2 + y**2).sqrt()
+
+
+_HALF = 0.9 * math.sqrt(0.5) * 1.1
+_THIRD = 2 * math.pi / 3
+_SHAPES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda x, y: _radius(x, y) < 0.9,
+    lambda x, y: (x.abs() < _HALF) & (y.abs() < _HALF),
+    lambda x, y: _radius(x, y) * ((torch.atan2(y, x) % _THIRD) - _THIRD / 2).cos() < 0.5,
+    lambda x, y: ((x.abs() < 0.28) | (y.abs() < 0.28)) & (x.abs() < 0.9) & (y.abs() < 0.9),
+    lambda x, y: (_radius(x, y) < 0.95) & (_radius(x, y) > 0.55),
+    lambda x, y: _radius(x, y) < 0.62 + 0.36 * (5 * torch.atan2(y, x)).cos(),
+)
+"""Which points are inside of each of `LABELS`."""
 
 
 def _ground(count: int, side: int, generator: torch.Generator) -> Tensor:

@@ -152,7 +152,7 @@ class _MethodTrial:
         assert first.target.shape == (count,), "the explained classes are not recorded"
         explicit = self.run(target=first.target.tolist())
         self.close(first.scores, explicit.scores, "the prediction, by default and by name")
-        other = (first.target + 1) % vit.outcomes
+        other = (first.target + 1) % vit.prepared(self.images[:1]).outcomes
         changed = self.run(target=other)
         differs = not torch.equal(first.scores, changed.scores)
         mirrored = vit.classes == 1 and self.request.method.unsigned  # y and -y have gradients of the same size
@@ -218,7 +218,7 @@ def _state(vit: Anatomy, images: Tensor) -> dict[str, Any]:
         "modes": [m.training for m in model.modules()],
         "hooks": [sum(len(getattr(m, h)) for h in hooks) for m in model.modules()],
         "attributes": [sorted(m.__dict__) for m in model.modules()],
-        "logits": vit.logits(images),
+        "logits": (vit.logits if vit.bare is None or vit.question is None else vit.bare.logits)(images),
         "images": images.clone(),
         "requires_grad of images": images.requires_grad,
     }

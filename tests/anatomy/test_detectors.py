@@ -21,7 +21,7 @@ from patchlight.data import Batch
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
 from patchlight.study.run import cells
-from patchlight.zoo.detector import SCENES
+from patchlight.zoo.shapes import SCENES
 from tests import detectors
 
 NAMES = list(detectors.MODELS)

@@ -12,7 +12,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import patchlight as pl
+from patchlight.core.drawing.heat import outlined
 from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.testing import check_method, contract_names
+from tests import detectors
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
@@ -76,6 +79,11 @@ def _dpt() -> Any:
     return transformers.DPTConfig(**SIZES, **NECK, backbone_out_indices=[0, 1, 2, 3], is_hybrid=False)
 
 
+def _eomt() -> Any:
+    sizes = {"mlp_ratio": 2, "num_blocks": 2, "num_queries": 6, "num_register_tokens": 2, "num_upscale_blocks": 1}
+    return transformers.EomtConfig(**{**SIZES, "intermediate_size": None}, **sizes)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "SegformerForSemanticSegmentation": (_segformer, (1, 2, 3, 4)),
     "DPTForSemanticSegmentation": (_dpt, (1, 2, 3, 4)),
@@ -85,6 +93,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         lambda: transformers.BeitConfig(**SIZES, out_indices=[1, 2, 3, 4]),
         (0, 1, 2, 3),
     ),
+    "EomtForUniversalSegmentation": (_eomt, (2,)),
     "Mask2FormerForUniversalSegmentation": (_mask2former, (1, 2, 3, 4)),
     "MaskFormerForInstanceSegmentation": (_maskformer, (1, 2, 3, 4)),
     "UperNetForSemanticSegmentation": (
@@ -95,6 +104,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "Sam2Model": (_sam2, (1, 3, 5, 6)),
 }
 DPT, DEPTH, SAM = "DPTForSemanticSegmentation", "DPTForDepthEstimation", "SamModel"
+EOMT = "EomtForUniversalSegmentation"
 _OPENED: dict[str, Any] = {}
 
 
@@ -102,6 +112,8 @@ def _drawn(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, kind)(MODELS[kind][0]()).eval()
     with torch.no_grad():
+        if kind == EOMT:
+            model.attn_mask_probs.zero_()  # type: ignore[operator]
         for name, parameter in model.named_parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
             if "Depth" in kind and name.startswith("head"):  # a ReLU at the end would leave nothing
@@ -109,22 +121,22 @@ def _drawn(kind: str) -> nn.Module:
     return model
 
 
-def _open(kind: str) -> Any:
+def opened(kind: str) -> Any:
     if kind not in _OPENED:
         side = 56 if kind.startswith("DepthAnything") else 64
         _OPENED[kind] = pl.wrap(_drawn(kind), preprocess=pl.Preprocess((side, side), fit="squash"))
     return _OPENED[kind]
 
 
-def _images(vit: Any, count: int = 1) -> Tensor:
+def inputs(vit: Any, count: int = 1) -> Tensor:
     return torch.randn(count, 3, *vit.preprocess.size, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_states_read_and_the_parts(kind: str) -> None:
-    vit = _open(kind)
+    vit = opened(kind)
     assert vit.reads == MODELS[kind][1]
-    images = _images(vit, 2)
+    images = inputs(vit, 2)
     with vit.steady(), torch.no_grad():
         whole = vit.whole(images)
         torch.testing.assert_close(vit.readout(vit.run(vit.embed(images))), whole, atol=1e-5, rtol=1e-5)
@@ -135,8 +147,8 @@ def test_the_states_read_and_the_parts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [DPT, DEPTH, "Mask2FormerForUniversalSegmentation"])
 def test_gradients_equal_autograd_through_the_plain_model(kind: str) -> None:
-    vit = _open(kind)
-    leaf = _images(vit).requires_grad_()
+    vit = opened(kind)
+    leaf = inputs(vit).requires_grad_()
     scores = vit.scores_of(vit.model(pixel_values=leaf))[0, 0]
     region = nn.functional.interpolate(_box(0, 16, 32, 64)[None, None], tuple(scores.shape), mode="area")[0, 0]
     (gradient,) = torch.autograd.grad((scores * region).sum() / region.sum(), leaf)
@@ -153,15 +165,15 @@ def _box(left: int, top: int, right: int, bottom: int) -> Tensor:
 
 
 def _score(vit: Any, head: Any) -> float:
-    image = _images(vit)
+    image = inputs(vit)
     asked = vit.ask(head).prepared(image)
     return float(asked.logits(image)[0, 0])
 
 
 def test_scores_of_regions() -> None:
-    vit = _open(DPT)
+    vit = opened(DPT)
     with torch.no_grad():
-        scores = vit.model(_images(vit)).logits[0]
+        scores = vit.model(inputs(vit)).logits[0]
     point = pl.heads.Region(point=(5, 9), label=1, missed=True)
     assert _score(vit, point) == pytest.approx(float(scores[1, 9, 5]), abs=1e-5)
     parts = [pl.heads.Region(box=(0, y, 64, y + 32), label=1, missed=True) for y in (0, 32)]
@@ -178,7 +190,7 @@ def test_scores_of_regions() -> None:
 
 
 def test_depth_of_one_region_against_another() -> None:
-    vit = _open(DEPTH)
+    vit = opened(DEPTH)
     a, b = (0, 0, 32, 32), (32, 32, 64, 64)
     there, back = pl.heads.Region(box=a, against=b), pl.heads.Region(box=b, against=a)
     assert _score(vit, there) == pytest.approx(-_score(vit, back), abs=1e-5)
@@ -186,8 +198,8 @@ def test_depth_of_one_region_against_another() -> None:
 
 
 def test_the_mask_of_a_point_is_held() -> None:
-    vit = _open(SAM)
-    image = _images(vit)
+    vit = opened(SAM)
+    image = inputs(vit)
     asked = vit.ask(pl.heads.Mask(points=(20, 30))).prepared(image)
     with torch.no_grad():
         out = vit.model(pixel_values=image, input_points=torch.tensor([[[[20.0, 30.0]]]]))
@@ -200,7 +212,7 @@ def test_the_mask_of_a_point_is_held() -> None:
 
 
 def test_photographs_and_predicted_components() -> None:
-    vit = _open(DPT)
+    vit = opened(DPT)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (128, 96, 3), dtype=np.uint8))
     small = pl.heads.Region(box=(0, 0, 48, 64))
     mask = np.zeros((128, 96), dtype=np.uint8)
@@ -213,9 +225,9 @@ def test_photographs_and_predicted_components() -> None:
 
 
 def test_metrics_measure_a_region() -> None:
-    vit = _open(DPT)
-    att = pl.explain(vit, _images(vit), "ixg", head=pl.heads.Region())
-    assert pl.evaluate(vit, _images(vit), att, "ins-del", steps=4).values.isfinite().all()
+    vit = opened(DPT)
+    att = pl.explain(vit, inputs(vit), "ixg", head=pl.heads.Region())
+    assert pl.evaluate(vit, inputs(vit), att, "ins-del", steps=4).values.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -233,19 +245,138 @@ def test_metrics_measure_a_region() -> None:
     ],
 )
 def test_bad_regions(settings: dict[str, Any], reason: str) -> None:
-    vit = _open(DPT)
+    vit = opened(DPT)
     with pytest.raises(PatchlightError, match=reason):
-        pl.explain(vit, _images(vit), "ixg", head=pl.heads.Region(**settings))
+        pl.explain(vit, inputs(vit), "ixg", head=pl.heads.Region(**settings))
 
 
 def test_a_class_that_is_not_there() -> None:
-    vit = _open(DPT)
+    vit = opened(DPT)
     with torch.no_grad():
-        best = vit.model(_images(vit)).logits[0].argmax(0)
+        best = vit.model(inputs(vit)).logits[0].argmax(0)
     x, y = 5, 9
     other = 1 - int(best[y, x])
     with pytest.raises(PatchlightError, match=r"has no class .* in this region: the largest share there is 100%"):
-        pl.explain(vit, _images(vit), "ixg", head=pl.heads.Region(point=(x, y), label=other))
+        pl.explain(vit, inputs(vit), "ixg", head=pl.heads.Region(point=(x, y), label=other))
+
+
+def test_eomt_is_opened_at_the_blocks_that_have_its_queries() -> None:
+    vit = opened(EOMT)
+    assert (vit.depth, vit.prefix, vit.grid) == (2, 9, (4, 4))
+    masked: Any = _drawn(EOMT)
+    masked.attn_mask_probs.fill_(0.5)
+    with pytest.raises(Unsupported, match="EoMT still masks attention by its own predictions"):
+        pl.wrap(masked, preprocess=pl.Preprocess((64, 64)))
+
+
+@pytest.mark.parametrize("kind", [DPT, EOMT, "SegformerForSemanticSegmentation"])
+def test_no_patch_is_taken_out_of_a_grid(kind: str) -> None:
+    """DPT itself would silently take nine of sixteen patches for a smaller picture."""
+    with pytest.raises(Unsupported, match=r"reads a whole grid, so no patch can be taken out; pixels can be filled"):
+        pl.explain(opened(kind), inputs(opened(kind)), "tis")
+
+
+def test_the_energy_of_a_map_in_a_region() -> None:
+    """One of sixteen patches has all of the map; the region covers half of it."""
+    vit, maps = opened(DPT), torch.zeros(1, 4, 4)
+    maps[0, 1, 1] = 1
+    head = pl.heads.Region(box=(24, 16, 32, 32), label=1, missed=True)
+    measure = {"upsampling": "nearest"}
+    energy = pl.evaluate(vit, inputs(vit), maps, "energy-pointing", head=head, **measure)
+    assert energy.values.item() == pytest.approx(0.5)
+    att = pl.explain(vit, inputs(vit), "ixg", head=head)
+    region = vit.ask(head).prepared(inputs(vit)).question.regions[0]
+    scores = att.scores.clamp(min=0)
+    assert float(att.inside(region)) == pytest.approx(float(scores[0, 1, 1] / 2 / scores.sum()), abs=1e-6)
+
+
+@pytest.mark.parametrize("insert", [False, True])
+def test_only_the_context_is_removed(insert: bool) -> None:
+    """The curve of a protected region, against painting the other patches by hand."""
+    vit, maps = opened(DPT), torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0))
+    head, image = pl.heads.Region(box=(16, 0, 33, 20), label=1, missed=True), inputs(vit)
+    name = "insertion" if insert else "deletion"
+    settings: dict[str, Any] = {"unit": "patch", "fill": "zero", "steps": None}
+    found = pl.evaluate(vit, image, maps, name, head=head, protect=True, **settings)
+    inside = torch.zeros(4, 4, dtype=torch.bool)
+    inside[:2, 1:3] = True  # every patch that the box touches
+    order = [i for i in maps.flatten().argsort(descending=True).tolist() if not inside.flatten()[i]]
+    asked, values = vit.ask(head).prepared(image), []
+    for count in range(len(order) + 1):
+        hidden = torch.zeros(16)
+        hidden[order[count:] if insert else order[:count]] = 1
+        hidden = hidden.view(4, 4).repeat_interleave(16, 0).repeat_interleave(16, 1)
+        with vit.steady(), torch.no_grad():
+            values.append(float(asked.whole(torch.where(hidden > 0, 0.0, image))[0, len(asked.labels)]))
+    assert found.curve is not None
+    torch.testing.assert_close(found.curve[0].double(), torch.tensor(values).double(), atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_protected() -> None:
+    vit = opened(DPT)
+    box = pl.heads.Region(box=(0, 0, 64, 64), label=1, missed=True)
+    with pytest.raises(PatchlightError, match="the object in question fills the image"):
+        pl.evaluate(vit, inputs(vit), "random", "deletion", head=box, protect=True)
+    with pytest.raises(Unsupported, match="protect=True keeps the object of a question about a box"):
+        pl.evaluate(pl.load("pocket"), torch.zeros(1, 3, 32, 32), "random", "deletion", protect=True)
+    depth = opened(DEPTH)
+    with pytest.raises(PatchlightError, match="is about the whole image here; give it a region"):
+        pl.evaluate(depth, inputs(depth), "ixg", "energy-pointing", head=pl.heads.Region())
+
+
+def test_a_missed_class_has_a_rival() -> None:
+    vit = opened(DPT)
+    with torch.no_grad():
+        scores = vit.model(inputs(vit)).logits[0, :, 9, 5]
+    won = int(scores.argmax())
+    head = pl.heads.Region(point=(5, 9), label=1 - won, missed=True)
+    asked = vit.ask(head).prepared(inputs(vit))
+    assert list(asked.labels) == [vit.class_names[1 - won], vit.class_names[won]]
+    maps = pl.explain(vit, inputs(vit), "grad", head=head, target=0, against=1, level="pixel", reduce="sum")
+    alone = [pl.explain(vit, inputs(vit), "grad", head=head, target=i, level="pixel", reduce="sum") for i in (0, 1)]
+    torch.testing.assert_close(maps.scores, alone[0].scores - alone[1].scores, atol=1e-6, rtol=1e-4)
+
+
+def test_outlines_lie_on_the_border() -> None:
+    region = torch.zeros(16, 16)
+    region[4:8, 4:12] = 1
+    drawn = np.array(outlined(Image.new("RGB", (320, 320), "red"), [region]))
+    white = (drawn == 255).all(2)
+    assert white[80, 80:240].all()
+    assert white[81, 100]
+    assert not white[79].any()
+    assert (drawn[79, 100] == 0).all()
+    assert (drawn[83, 100] == 0).all()
+    assert (drawn[120, 160] == (255, 0, 0)).all()
+    whole = np.array(outlined(Image.new("RGB", (320, 320), "red"), [torch.ones(4, 4)]))
+    assert (whole[0] == 255).all()
+
+
+QUICK = ("ixg", "genatt", "gradcam", "occlusion", "random")
+CONTRACT = [(DPT, name) for name in contract_names()]
+CONTRACT += [(kind, name) for kind in ("SegformerForSemanticSegmentation", EOMT, "yolos") for name in contract_names()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=() if name in QUICK and kind == DPT else pytest.mark.slow)
+        for kind, name in CONTRACT
+    ],
+)
+def test_methods_keep_their_contract(kind: str, name: str) -> None:
+    if kind == "yolos":
+        vit, head = detectors.opened("yolos"), pl.heads.Box(box=(10, 10, 60, 50), label="dog", missed=True)
+        images = detectors.images("yolos", 2)
+    else:
+        vit = opened(kind)
+        images = inputs(vit, 2)
+        with torch.no_grad():
+            rarest = int(
+                vit.scores_of(vit.model(pixel_values=images)).argmax(1).flatten().bincount(minlength=2).argmin()
+            )
+        head = pl.heads.Region(box=(0, 16, 32, 64), label=rarest, missed=True)
+    check_method(name, vit.ask(head), images)
 
 
 def test_models_that_are_refused() -> None:
@@ -255,13 +386,13 @@ def test_models_that_are_refused() -> None:
     with pytest.raises(PatchlightError, match="is a convolutional network"):
         pl.wrap(transformers.UperNetForSemanticSegmentation(config), preprocess=pl.Preprocess((64, 64)))
     with pytest.raises(PatchlightError, match=r"question for models for masks, and .* is a model for segmentation"):
-        pl.explain(_open(DPT), _images(_open(DPT)), "ixg", head=pl.heads.Mask())
+        pl.explain(opened(DPT), inputs(opened(DPT)), "ixg", head=pl.heads.Mask())
 
 
 @pytest.mark.parametrize("kind", [DPT, SAM])
 def test_a_saved_folder_opens(kind: str, tmp_path: Any) -> None:
     _drawn(kind).save_pretrained(tmp_path)  # type: ignore[operator]
     vit = pl.load(f"hf:{tmp_path}", preprocess=pl.Preprocess((64, 64)))
-    images = _images(vit)
+    images = inputs(vit)
     with vit.steady(), torch.no_grad():
-        torch.testing.assert_close(vit.whole(images), _open(kind).whole(images))
+        torch.testing.assert_close(vit.whole(images), opened(kind).whole(images))

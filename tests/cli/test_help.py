@@ -45,7 +45,7 @@ def test_help_is_plain_and_has_examples_that_parse(words: tuple[str, ...], width
     assert not [word for word in odd if word in shown.replace("{}", "")], "the prompt template has {}"
     assert "─ Options ─" not in shown, "every option is in one of the four panels"
     examples = [line.strip() for line in shown.partition("Examples:")[2].splitlines() if line.strip()]
-    assert len(examples) == 2
+    assert len(examples) == (6 if words == ("explain",) else 2), "explain has one for each kind of question"
     for example in examples:
         program, *rest = shlex.split(example.partition(" > ")[0])
         assert program == "patchlight"

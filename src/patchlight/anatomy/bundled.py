@@ -1,4 +1,4 @@
-"""Anatomy of the bundled models, `pocket` and `ground-truth:TASK`, which need no other library."""
+"""Anatomy of the bundled models: `pocket` and `ground-truth:TASK`, and those of scenes, which transformers reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.preprocessing import applied
 from patchlight.anatomy.timm import TimmAnatomy
 from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
-from patchlight.zoo import ground_truth, pocket
+from patchlight.zoo import ground_truth, pocket, shapes
 
 
 class PocketAnatomy(TimmAnatomy):
@@ -24,7 +25,7 @@ class PocketAnatomy(TimmAnatomy):
 def create_pocket(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """Build the bundled model, with its preprocessing and class names."""
     card = pocket.description()
-    return pocket.build(request.pretrained), _about("pocket", request, card, card["classes"])
+    return pocket.build(request.pretrained), _about("pocket", request, _preprocess(card), card["classes"])
 
 
 def create_ground_truth(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
@@ -34,16 +35,32 @@ def create_ground_truth(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]
             f"no task of ground truth is called '{request.name}'; {nearest(request.name, ground_truth.tasks())}"
         )
     card = ground_truth.description()
-    about = _about(request.name, request, card, card["tasks"][request.name]["classes"])
+    about = _about(request.name, request, _preprocess(card), card["tasks"][request.name]["classes"])
     return ground_truth.build(request.name, request.pretrained), {**about, "name": f"ground-truth:{request.name}"}
 
 
-def _about(name: str, request: LoadRequest, card: dict[str, Any], labels: list[str]) -> dict[str, Any]:
-    """Keywords for `wrap`: labels and preprocessing of a bundled model."""
+def _preprocess(card: dict[str, Any]) -> Preprocess:
+    side = card["architecture"]["img_size"]
+    return Preprocess((side, side), tuple(card["mean"]), tuple(card["std"]))
+
+
+def create_shapes(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the bundled detector or segmenter, with its preprocessing and class names."""
+    card = shapes.description(request.name)
+    size = card["architecture"]["image_size"]
+    size = (size, size) if isinstance(size, int) else (size[0], size[1])
+    own = Preprocess(size, tuple(card["mean"]), tuple(card["std"]), 1.0, "bilinear", "squash")
+    about = _about(request.name, request, own, card["classes"])
+    try:
+        return shapes.build(request.name, request.pretrained), about
+    except ImportError as error:
+        raise missing_extra(f"'{request.name}' needs", "transformers", "hf") from error
+
+
+def _about(name: str, request: LoadRequest, own: Preprocess, labels: list[str]) -> dict[str, Any]:
+    """Keywords for `wrap`: labels and preprocessing (by default its own) of a bundled model."""
     if request.options:
         raise TypeError(f"{name}() got an unexpected keyword argument '{next(iter(request.options))}'")
-    side = card["architecture"]["img_size"]
-    own = Preprocess((side, side), tuple(card["mean"]), tuple(card["std"]))
     preprocess = applied(request.about.get("preprocess", own), lambda: own)
     return {"labels": labels, **request.about, "preprocess": preprocess}
 
@@ -51,6 +68,12 @@ def _about(name: str, request: LoadRequest, card: dict[str, Any], labels: list[s
 @register_family("ground-truth", package="patchlight", prefix="ground-truth", create=create_ground_truth)
 def read_ground_truth(model: nn.Module, **about: Any) -> Anatomy | None:
     """None: the models are read as `pocket` is, whose architecture they have."""
+    return None
+
+
+@register_family("pocket-shapes", package="patchlight", create=create_shapes, names=lambda: shapes.NAMES)
+def read_shapes(model: nn.Module, **about: Any) -> Anatomy | None:
+    """None: the models are those of transformers, and are read as such."""
     return None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
-from patchlight.anatomy.families import LoadRequest, register_family
+from patchlight.anatomy.families import register_family
 from patchlight.anatomy.heads.boxes import Box, corners
 from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed
 from patchlight.anatomy.opened import Anatomy
@@ -26,9 +26,7 @@ from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.anatomy.texts import NoTokenizer
 from patchlight.anatomy.watching import Unseen
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, nearest, warn
-from patchlight.core.extras import missing_extra
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess, in_batches
-from patchlight.zoo import detector
 
 _LOCAL = threading.local()
 """The cells that are left in the run of this thread, which the readout of a detector needs to know."""
@@ -439,26 +437,4 @@ def read_detector(model: nn.Module, **about: Any) -> Anatomy | None:
         return kind(model, **about)
     if type(model).__name__.endswith("ForObjectDetection"):
         raise Unsupported(f"{type(model).__name__} cannot be opened; detectors that can: {', '.join(_KINDS)}")
-    return None
-
-
-def create_pocket_detector(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the bundled detector, with its preprocessing and class names."""
-    if request.options:
-        raise TypeError(f"pocket-detector takes no '{next(iter(request.options))}'")
-    try:
-        model = detector.build(request.pretrained)
-    except ImportError as error:
-        raise missing_extra("'pocket-detector' needs", "transformers", "hf") from error
-    card = detector.description()
-    side = card["architecture"]["image_size"]
-    own = Preprocess((side[0], side[1]), tuple(card["mean"]), tuple(card["std"]), 1.0, "bilinear", "squash")
-    given = request.about.get("preprocess", own)
-    preprocess = given if isinstance(given, Preprocess) else replace(own, **given.model_dump(exclude_none=True))
-    return model, {"labels": card["classes"], **request.about, "preprocess": preprocess}
-
-
-@register_family("pocket-detector", package="patchlight", create=create_pocket_detector, names=lambda: (detector.NAME,))
-def read_pocket_detector(model: nn.Module, **about: Any) -> Anatomy | None:
-    """None: the bundled detector is a YOLOS of transformers, which is read as one."""
     return None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
+from patchlight.anatomy.discovery import Discovery
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
@@ -139,13 +140,17 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         inputs = self.inputs(model.config, about)
         found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims)
         self.head_paths = [path for path in _CLASSIFIERS if _find(model, path) is not None] if self.classifies else []
-        about |= located(found, inputs.size, stage, about["name"])
+        about |= located(self.seen_blocks(found, model), inputs.size, stage, about["name"])
         super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **about)
 
     def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
         """What the model takes."""
         size = about["preprocess"].size
         return Inputs((about["channels"], *size), size)
+
+    def seen_blocks(self, found: Discovery, model: Any) -> Discovery:
+        """The blocks at which the model is opened, of those that its forward shows."""
+        return found
 
     def prepare(self, net: Any) -> None:
         """Change a copy of the model before it is run."""

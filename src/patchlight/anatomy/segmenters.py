@@ -1,18 +1,20 @@
 """Anatomy of transformers' models that give every pixel a class, a depth or a mask.
 
-SegFormer, DPT, Depth Anything, BEiT, UperNet over Swin, MaskFormer, Mask2Former, SAM and SAM2. Each is opened at
+SegFormer, DPT, Depth Anything, BEiT, EoMT, UperNet over Swin, MaskFormer, Mask2Former, SAM and SAM2. Each is opened at
 the blocks of its encoder; the decoder, which often reads the tokens of several blocks, is the readout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.detectors import names_of, prepared_by
+from patchlight.anatomy.discovery import Discovery
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.heads.regions import Mask, Region
 from patchlight.anatomy.hf import HuggingFaceAnatomy, PublishedFor
@@ -74,7 +76,7 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
     @property
     def mixes(self) -> bool:
         """Whether scores are mixed from masks of queries, and so are no logits."""
-        return type(self.model).__name__ in _QUERIES
+        return type(self.model).__name__ in _QUERIES or isinstance(self, EomtAnatomy)
 
     def class_of(self, label: str | int) -> int:
         """The number of a class, given by name or number."""
@@ -90,6 +92,23 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
 
     def default_question(self) -> Any:
         return Region()
+
+
+class EomtAnatomy(SegmenterAnatomy):
+    """EoMT, opened at its last blocks, where queries stand before the other tokens; earlier ones are its stem."""
+
+    def __init__(self, model: Any, backbone: str, **about: Any) -> None:
+        if bool((model.attn_mask_probs > 0).any()):
+            raise Unsupported(
+                "EoMT still masks attention by its own predictions (attn_mask_probs is above 0); set it to 0, as in "
+                "checkpoints whose training has ended"
+            )
+        super().__init__(model, backbone, **about)
+
+    def seen_blocks(self, found: Discovery, model: Any) -> Discovery:
+        first = len(found.blocks) - model.config.num_blocks
+        parts = {name: getattr(found, name)[first:] for name in ("blocks", "attentions", "shapes", "ends")}
+        return replace(found, **parts, constant=(found.constant[0] + model.config.num_queries, 0))
 
 
 class DepthAnatomy(SegmenterAnatomy):
@@ -131,6 +150,7 @@ _KINDS: Mapping[str, tuple[type[SegmenterAnatomy], str]] = {
     "BeitForSemanticSegmentation": (SegmenterAnatomy, "beit"),
     "UperNetForSemanticSegmentation": (SegmenterAnatomy, "backbone"),
     **{kind: (SegmenterAnatomy, path) for kind, path in _QUERIES.items()},
+    "EomtForUniversalSegmentation": (EomtAnatomy, ""),
     "DPTForDepthEstimation": (DepthAnatomy, "dpt"),
     "DepthAnythingForDepthEstimation": (DepthAnatomy, "backbone"),
     "SamModel": (PromptedAnatomy, "vision_encoder"),
@@ -139,7 +159,6 @@ _KINDS: Mapping[str, tuple[type[SegmenterAnatomy], str]] = {
 """The anatomy of each class of models, and the part that has its blocks."""
 _REFUSED = {
     "DepthProForDepthEstimation": "it runs its encoder on several scales of the image, and only one run can be opened",
-    "EomtForUniversalSegmentation": "queries join the tokens of its last blocks, which is not supported",
 }
 """Why models of these classes cannot be opened."""
 _ENDINGS = ("ForSemanticSegmentation", "ForUniversalSegmentation", "ForInstanceSegmentation", "ForDepthEstimation")

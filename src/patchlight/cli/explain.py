@@ -152,12 +152,12 @@ def explain(
         force,
         common.command_line(context),
         optional=frozenset(names) - set(common.split_names(method)),
-        heads=question.heads(),
     )
     model.check(target, against)
     task.check_outputs()
     with common.progress("loading the model") as update:
         vit = model.load()
+        task = replace(task, heads=question.heads(vit.task))
         if vit.layout.inputs != "images":
             task = replace(task, items=plan_inputs(paths, folder, save))
             task.check_outputs()
@@ -224,7 +224,8 @@ def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any]
     for image in done.images[:TABLE_ROWS]:
         shares = [f"{percent(share)} by {name}" for name, share in image.get("inside", {}).items()]
         if shares:
-            common.show(f"Inside the box of {image['target']['label']}: {', '.join(shares)} of the map.")
+            region = f"{image['place']} of {image['target']['label']}"
+            common.show(f"Inside the {region}: {', '.join(shares)} of the positive scores.")
         if image.get("words"):
             gains = ", ".join(f"{each['word']} {each['gain']:.1f}" for each in image["words"])
             common.show(f"The image adds, in nats: {gains}. Words with 0.0 follow from the question alone.")

@@ -220,6 +220,10 @@ class QuestionOptions:
 
     detections: int | None = None
     box: str | None = None
+    region: str | None = None
+    region_mask: Path | None = None
+    point: str | None = None
+    against_region: str | None = None
     label: str | None = None
     missed: bool = False
     prompt: str | None = None
@@ -227,39 +231,62 @@ class QuestionOptions:
     words: str | None = None
 
     def __post_init__(self) -> None:
-        if self.detections is not None and self.box is not None:
-            raise PatchlightError("--detections and --box cannot be combined: give one of them")
+        given = [flag_of(name) for name in _ABOUT if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise PatchlightError(f"{' and '.join(given)} cannot be combined: give one of them")
         if self.detections is not None and self.detections < 1:
             raise PatchlightError(f"--detections {self.detections} explains nothing; give at least 1")
-        if self.missed and (self.box is None or self.label is None):
-            raise PatchlightError("--missed needs --box and --label, the object that was missed")
-        if self.label is not None and self.box is None:
-            raise PatchlightError("--label needs --box, where the object is")
+        place = bool(given) and given[0] not in ("--detections", "--prompt")
+        if self.missed and (self.label is None or not place):
+            raise PatchlightError("--missed needs --label and --box or --region, the object that was missed")
+        if self.label is not None and not place:
+            raise PatchlightError("--label needs --box, --region, --region-mask or --point, where the object is")
+        if self.against_region is not None and self.region is None and self.region_mask is None:
+            raise PatchlightError("--against-region needs --region or --region-mask, what it is compared with")
         if self.prompt is None and (self.answer is not None or self.words is not None):
             raise PatchlightError("--answer and --words need --prompt, the question that the model is asked")
-        if self.prompt is not None and (self.detections is not None or self.box is not None):
-            raise PatchlightError(
-                "--prompt is for a model that answers in words, --detections and --box for a detector"
-            )
+        for name, count in (("box", 4), ("region", 4), ("point", 2)):
+            self._numbers(name, count)
 
-    def heads(self) -> list[Any]:
-        """The questions; none for the model's own."""
-        from patchlight.anatomy.heads import Answer, Box
+    def _numbers(self, name: str, count: int) -> list[float] | None:
+        """The numbers of an option."""
+        text = getattr(self, name)
+        try:
+            numbers = None if text is None else [float(each) for each in text.split(",")]
+        except ValueError:
+            numbers = []
+        if numbers is not None and len(numbers) != count:
+            raise PatchlightError(f"{flag_of(name)} {text} is not {_COUNTS[count]}")
+        return numbers
+
+    def heads(self, task: str) -> list[Any]:
+        """The questions of a model with this task; none for the model's own."""
+        from patchlight.anatomy.heads import Answer, Box, Mask, Region
 
         if self.prompt is not None:
             words = [[word.strip()] for word in self.words.split(",")] if self.words else ["visual"]
             return [Answer(self.prompt, self.answer, words=each) for each in words]
         if self.detections is not None:
             return [Box(detection=number, threshold=SURE) for number in range(self.detections)]
-        if self.box is None:
-            return []
-        try:
-            sides = [float(side) for side in self.box.split(",")]
-        except ValueError:
-            raise PatchlightError(f"--box {self.box} is not four numbers; write LEFT,TOP,RIGHT,BOTTOM") from None
-        return [Box(box=sides, label=self.label, missed=self.missed)]
+        box, region, point = self._numbers("box", 4), self._numbers("region", 4), self._numbers("point", 2)
+        if box is not None:
+            return [Box(box=box, label=self.label, missed=self.missed)]
+        about: dict[str, Any] = {"label": self.label, "missed": self.missed}
+        if point is not None and task == "masks":
+            return [Mask(points=(point[0], point[1]))]
+        if point is not None:
+            return [Region(point=point, predicted=task == "segmentation", **about)]
+        against: Any = self.against_region
+        if against is not None and not Path(against).exists():
+            against = self._numbers("against_region", 4)
+        if region is not None or self.region_mask is not None:
+            return [Region(self.region_mask, box=region, against=against, **about)]
+        return []
 
 
+_ABOUT = ("detections", "box", "region", "region_mask", "point", "prompt")
+"""Options of which one says what a question is about."""
+_COUNTS = {2: "two numbers; write X,Y", 4: "four numbers; write LEFT,TOP,RIGHT,BOTTOM"}
 SURE = 0.5
 """The lowest score of a detection that --detections explains."""
 

@@ -24,7 +24,7 @@ from patchlight.core.frames import make_frame, stack_frames
 from patchlight.core.images import Picture, Preprocess
 from patchlight.core.layout import IMAGE_AXES, Geometry
 from patchlight.core.photos import MOST, as_picture
-from patchlight.core.resize import Upsampling, at_size
+from patchlight.core.resize import Upsampling, at_size, to_cells
 from patchlight.core.text import plural
 
 if TYPE_CHECKING:
@@ -285,6 +285,16 @@ class Attribution:
         if self.geometry is not None and self.geometry.overlaps:
             return self.geometry.overlapping(self.scores, size)
         return at_size(self.scores, size, self.covers, upsampling)
+
+    def inside(self, region: Tensor) -> Tensor:
+        """The share [B] of the positive scores that lies inside a region; NaN where no score is positive.
+
+        Args:
+            region: The pixels [H,W] of the model's input, 1 inside and 0 outside.
+        """
+        scores = self.scores.double().clamp(min=0)
+        part = scores * to_cells(region.to(scores), self.grid, self.extent)
+        return part.flatten(-2).sum(-1) / scores.flatten(-2).sum(-1)
 
     def over(self, *axes: str) -> Tensor:
         """Sums of the scores over some axes: `att.over("row", "column")` is one number per time step of a video.

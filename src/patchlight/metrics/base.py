@@ -74,6 +74,7 @@ class Measure:
         method: Computes maps of other images, or of another model, as these were computed.
         seed: Random seed.
         ablation_settings: The settings chunk, precision and compile of a metric that ablates.
+        protect: Whether the object in question is never removed.
         shared: A cache for the metrics of one call.
         clean: A cache of what depends only on the images, for the maps of all methods.
         kept: A cache for later batches.
@@ -91,6 +92,7 @@ class Measure:
     method: MapFunction | None = None
     seed: int = 0
     ablation_settings: Mapping[str, Any] = field(default_factory=dict)
+    protect: bool = False
     shared: dict[Any, Any] = field(default_factory=dict)
     clean: dict[Any, Any] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -162,15 +164,28 @@ class Measure:
         """The place of each pixel [B,H,W], patch [B,h,w] or set [B,U] in falling order of the map, 0 the highest.
 
         Ties are ordered by one permutation, sampled from the seed, or by its reverse (`reverse_ties`). A map, its
-        positive multiples and its negative have the same ties.
+        positive multiples and its negative have the same ties. Cells that are protected come last.
         """
 
         def make() -> Tensor:
             maps = self._order_values(upsampling) if unit == "pixel" else self.in_units(unit)
-            return ranked(-maps if lowest_first else maps, self.seed, reverse_ties)
+            maps = -maps if lowest_first else maps
+            if self.protect:
+                lowest = -torch.inf if maps.is_floating_point() else int(maps.min()) - 1
+                maps = maps.masked_fill(self.protected(unit), lowest)
+            return ranked(maps, self.seed, reverse_ties)
 
-        ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first, reverse_ties), make)
+        ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first, reverse_ties, self.protect), make)
         return ranks
+
+    def protected(self, unit: Unit) -> Tensor:
+        """Which pixels [B,H,W] or patches [B,h,w] contain a part of the object in question."""
+        assert self.vit.question is not None, "checked by MetricRequest.suited"
+        pixels = self.vit.question.object_of(self.targets.index[:, 0]).to(self.maps.device)
+        inside = pixels if unit == "pixel" else to_cells(pixels.double(), self.vit.grid, self.vit.extent) > 0
+        if bool(inside.flatten(1).all(1).any()):
+            raise PatchlightError("the object in question fills the image, so with protect=True nothing is removed")
+        return inside
 
     def _order_values(self, upsampling: Upsampling) -> Tensor:
         """Values [B,H,W] in the order of the upsampled maps, in which equal pixels are equal to the bit.
@@ -267,6 +282,14 @@ class Measured:
     reasons: Mapping[int, str] = field(default_factory=dict)
 
 
+PROTECT = Setting(
+    "protect",
+    bool,
+    False,
+    "Whether the object in question (a box, a region or a mask) is never removed, so that only its context counts.",
+)
+
+
 @dataclass(frozen=True)
 class Metric(Entry):
     """A registered metric.
@@ -275,7 +298,8 @@ class Metric(Entry):
     itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over
     images; without it, the mean of the values. `words`: by preset, a paper's words for the values of a setting.
     `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even if a map has no ties.
-    `refuses`: why a model cannot be measured with these settings.
+    `refuses`: why a model cannot be measured with these settings. `protects`: it removes cells in an order, so it has
+    the setting `protect`.
     """
 
     higher_is_better: bool | Callable[[Settings], bool] = True
@@ -288,11 +312,13 @@ class Metric(Entry):
     ablates: bool = False
     stochastic: bool | Callable[[Settings], bool] = False
     refuses: Callable[[Settings, Anatomy], str | None] | None = None
+    protects: bool = False
 
     @property
     def settings(self) -> dict[str, Setting]:
         """The settings by name."""
-        return {**settings_of(self.function), **(ABLATION if self.ablates else {})}
+        shared = (ABLATION if self.ablates else {}) | ({PROTECT.name: PROTECT} if self.protects else {})
+        return {**settings_of(self.function), **shared}
 
     def limits(self, settings: Settings) -> tuple[float, float]:
         """The lowest and highest value under these settings."""
@@ -419,6 +445,8 @@ class MetricRequest:
         reason = self.metric.refuses(settings, vit) if self.metric.refuses is not None else None
         if "boxes" in self.metric.needs and vit.layout.inputs != "images":
             reason = f"boxes are drawn on pictures, and {vit.name} takes {vit.layout.inputs}; metrics with masks work"
+        if settings.get("protect"):
+            reason = reason or _no_object(vit, settings)
         if reason is not None:
             raise Unsupported(f"'{self.metric.name}' cannot be measured on {vit.name}: {reason}")
         return replace(self, settings=settings)
@@ -427,8 +455,16 @@ class MetricRequest:
         """Measure a batch."""
         ablation = {key: self.settings[key] for key in ABLATION} if self.metric.ablates else {}
         own = {key: value for key, value in self.settings.items() if key not in ablation}
-        found: Measured = self.metric.function(replace(given, ablation_settings=ablation), **own)
+        protect = own.pop("protect", False)
+        found: Measured = self.metric.function(replace(given, ablation_settings=ablation, protect=protect), **own)
         return found
+
+
+def _no_object(vit: Anatomy, settings: Settings) -> str | None:
+    """Why no object can be protected."""
+    if vit.question is None or not vit.question.annotations:
+        return "protect=True keeps the object of a question about a box, a region or a mask, and none is asked"
+    return "protect=True needs unit 'pixel', 'patch' or 'token'" if settings["unit"] in SETS else None
 
 
 def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:

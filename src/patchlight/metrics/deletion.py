@@ -59,7 +59,9 @@ def thresholds(cells: int, steps: int | None, first: bool) -> Tensor:
 
 
 def count_cells(ask: Measure, unit: Unit) -> int:
-    return math.prod(ask.size) if unit == "pixel" else int(ask.vit.layout.sets(unit).max()) + 1
+    """The number of cells that can be removed from each image."""
+    count = math.prod(ask.size) if unit == "pixel" else int(ask.vit.layout.sets(unit).max()) + 1
+    return count - int(ask.protected(unit).sum()) if ask.protect else count
 
 
 def area(curve: Tensor, integrator: Integrator, x: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ def ranged_logits(ask: Measure, begin: Tensor, end: Tensor, removal: Removal) ->
     ablation = tuple(sorted(ask.ablation_settings.items()))
     filled_by = () if removes else (removal.fill, removal.noise, seed)
     ranges = (tuple(begin.tolist()), tuple(end.tolist()))
-    key = ("removed", *ranges, *ordering, filled_by, ablation)
+    key = ("removed", *ranges, *ordering, ask.protect, filled_by, ablation)
     logits: Tensor = ask.once(key, tokens if removes else pixels)
     return logits
 
@@ -196,7 +198,7 @@ def _difference_limits(settings: Any) -> tuple[float, float]:
     return low - high, high - low
 
 
-_step_metric = partial(register_metric, ablates=True, refuses=no_score, quick={"steps": 14})
+_step_metric = partial(register_metric, ablates=True, protects=True, refuses=no_score, quick={"steps": 14})
 _rise_metric = partial(
     _step_metric, paper="Petsiuk et al., BMVC 2018", bounds=_limits, cost="steps (224) + 1 forwards", words=_WORDS
 )

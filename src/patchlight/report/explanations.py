@@ -298,6 +298,11 @@ def _map_entry(image: Explained, name: str, colour: str, dash: str) -> MapEntry:
     tags = [(verdict, result.better)]
     tags += [(f"rank {result.rank} of {result.shown}", True)] if result.shown > 1 else []
     tags += [(IGNORES_CLASS, False)] if ignores_class(att) else []
+    question = image.trial.vit.question
+    if question is not None and question.regions:
+        place = "box" if "boxes" in question.annotations else "region"
+        share = float(att.inside(question.regions[int(att.target[0])])[0])
+        tags += [(f"{percent(share)} inside the {place}", True)] if share == share else []
     return MapEntry(
         title=title,
         src=data_url(_heat(_thumbnail(image.picture.convert("RGB")), att)),

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution, Attributions
 from patchlight.core.drawing import figure_format
-from patchlight.core.drawing.heat import outlined, seen, share_inside
+from patchlight.core.drawing.heat import outlined, seen
 from patchlight.core.drawing.pictures import FORMATS, MAX_ROWS
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import check_writable, write_atomic
 from patchlight.core.images import SUFFIXES, list_images
+from patchlight.core.resize import to_cells
 from patchlight.core.targets import Target, Targets, read_class
 from patchlight.methods.requests import Request, check_supported, refusal
 from patchlight.report.explanations import Explained, ImageSection, describe_run, report_html, section_of
@@ -229,12 +232,7 @@ def write_explanations(
             first = first or (one.maps, trial)
         advance(len(done.images) + len(done.log.errors))
     if task.figure is not None and rows:
-        first_map = next(iter(rows[0].maps.values()))  # questions about one model are drawn together
-        same: dict[str, Any] = {"head": first_map.head, "weights": first_map.weights}
-        together = {
-            name: Attribution.concat([replace(one.maps[name], **same) for one in rows]) for name in done.methods
-        }
-        _draw(rows, together, vit, task.figure)
+        _draw(rows, vit, task.figure)
         done.written.append(str(task.figure))
     if task.report is not None and first is not None:
         warnings = [
@@ -247,8 +245,15 @@ def write_explanations(
     return done
 
 
-def _draw(rows: Sequence[ExplainedFile], maps: Mapping[str, Attribution], vit: Anatomy, path: Path) -> None:
-    """Write a figure of maps over the pictures that they explain, or of other inputs by their axes."""
+def _draw(rows: Sequence[ExplainedFile], vit: Anatomy, path: Path) -> None:
+    """Write a figure of maps over the pictures that they explain, or of other inputs by their axes.
+
+    The map of a box or region alone is drawn three times: complete, inside and outside.
+    """
+    rows = _divided(rows[0]) if len(rows) == 1 else rows
+    first = next(iter(rows[0].maps.values()))  # questions about one model are drawn together
+    same: dict[str, Any] = {"head": first.head, "weights": first.weights}
+    maps = {name: Attribution.concat([replace(one.maps[name], **same) for one in rows]) for name in rows[0].maps}
     pictures = [one.picture for one in rows if one.picture is not None]
     if not pictures:
         Attributions(maps).figure(path)
@@ -257,28 +262,36 @@ def _draw(rows: Sequence[ExplainedFile], maps: Mapping[str, Attribution], vit: A
 
 
 def _outlined(one: ExplainedFile) -> ExplainedFile:
-    """The file, with the box in question drawn on its picture."""
+    """The file, with the boxes or regions in question drawn on its picture."""
     if one.picture is None or one.vit is None:
         return one
-    return replace(one, picture=outlined(one.picture, boxes_of(one.vit)))
+    return replace(one, picture=outlined(one.picture, _regions(one.vit)))
 
 
-def boxes_of(vit: Anatomy) -> list[tuple[float, ...]]:
-    """The boxes in question, as parts of the picture from 0 to 1."""
-    question: Any = vit.question
-    if not hasattr(question, "boxes_in_input"):
-        return []
-    height, width = vit.preprocess.size
-    shape = (width, height, width, height)
-    return [
-        tuple(side / full for side, full in zip(box, shape, strict=True)) for box in question.boxes_in_input().tolist()
-    ]
+def _regions(vit: Anatomy) -> Sequence[Tensor]:
+    """The regions in question [H,W]."""
+    return () if vit.question is None else vit.question.regions
+
+
+def _divided(one: ExplainedFile) -> list[ExplainedFile]:
+    """The file, and its maps once inside and once outside of the region in question."""
+    if one.vit is None or one.picture is None or not _regions(one.vit):
+        return [one]
+    region, rows = _regions(one.vit)[0].float(), [one]
+    for name, part in (("inside", region), ("outside", 1 - region)):
+        maps = {
+            label: replace(att, scores=att.scores * to_cells(part, att.grid, att.extent))
+            for label, att in one.maps.items()
+        }
+        words: Any = [name]
+        rows.append(replace(one, maps=maps, predictions=words))
+    return rows
 
 
 def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
     """The section of an image in a report, and the test of its maps."""
     att = next(iter(one.maps.values()))
-    picture = outlined(seen(one.path, vit.preprocess.size, vit.preprocess, LARGE), boxes_of(vit))
+    picture = outlined(seen(one.path, vit.preprocess.size, vit.preprocess, LARGE), _regions(vit))
     against = None if att.against is None else att.against[:, None]
     trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
     tests = run_trial(trial, one.maps)
@@ -293,7 +306,7 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
     if item.maps is not None:
         saved = {name: str(each.save(item.maps / name, force=task.force)) for name, each in one.maps.items()}
     if item.picture is not None:
-        _draw([one], one.maps, vit, item.picture)
+        _draw([one], vit, item.picture)
         written.append(str(item.picture))
     written.extend(saved.values())
     number, picture = "probability" if vit.probable else "score", item.picture or task.figure
@@ -304,10 +317,11 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
         "picture": None if picture is None else str(picture),
         "maps": saved,
     }
-    if boxes_of(vit):
-        record["inside"] = {
-            name: round(share_inside(each.upsample(), boxes_of(vit)[0]), 4) for name, each in one.maps.items()
-        }
+    question = vit.question
+    if question is not None and question.regions:
+        region, record["place"] = question.regions[0], "box" if "boxes" in question.annotations else "region"
+        shares = {name: round(float(each.inside(region)[0]), 4) for name, each in one.maps.items()}
+        record["inside"] = {name: share for name, share in shares.items() if share == share}
     if att.words:
         record["words"] = [
             {"word": each.word, "probability": round(each.probability, 6), "gain": round(each.gain, 6)}

@@ -370,9 +370,9 @@ def measure(
     if not sources:
         raise PatchlightError(f"no maps were given; {GIVE_MAPS}")
     targets = None if vit.question is not None else resolve_targets(options.target, count, vit.outcomes, vit.labels)
-    given, located = options.annotations, hasattr(vit.question, "boxes_in_input")
-    if located and given.boxes is None and given.masks is None:  # metrics of places measure the object in question
-        given = replace(given, boxes=())
+    given, read = options.annotations, () if vit.question is None else vit.question.annotations
+    if given.boxes is None and given.masks is None:  # metrics of places measure the object in question
+        given = replace(given, **dict.fromkeys(read, ()))
     for label, source in sources.items():
         _check_one_class(targets or source.targets)
         for column in columns[label]:
@@ -404,10 +404,12 @@ def measure(
             labels, boxes, masks = annotations(part)
             clean: dict[Any, Any] = {}
             for n, (label, source) in enumerate(sources.items()):
-                if located and given is not options.annotations:
+                if given.boxes == ():
                     boxes = [
                         cast(Any, vit.question).boxes_in_input()[i][None] for i in classes[label].index[:, 0].tolist()
                     ]
+                elif given.masks == () and vit.question is not None:
+                    masks = vit.question.object_of(classes[label].index[:, 0]).to(batch.device).long()
                 batch_maps = explained.pop(label)
                 finite, broken = _finite(batch_maps.maps, begin, label)
                 undefined[label] |= broken

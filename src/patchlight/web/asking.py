@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,6 +26,11 @@ PROMPT = "What is in the image?"
 SURE, FEW, MOST = 0.3, 3, 50
 """Detections with at least this score are listed; if there are fewer than FEW, the surest ones are; never more than
 MOST."""
+SMALLEST = 0.005
+"""The least share of the picture of a region that is listed."""
+FINEST = 128
+"""The most rows and columns of the region that a client draws."""
+Frame = tuple[float, float, float, float]
 
 
 def question_of(request: schemas.HeadRequest) -> heads.Question:
@@ -33,7 +40,7 @@ def question_of(request: schemas.HeadRequest) -> heads.Question:
         return heads.Box(**fields)
     if isinstance(request, schemas.AnswerRequest):
         return heads.Answer(**{**fields, "force": True})  # every word has a number; `check_word` refuses
-    raise PatchlightError(f"Questions of kind '{request.kind}' are not available.")  # type: ignore[attr-defined]
+    return heads.Mask(**fields) if isinstance(request, schemas.MaskRequest) else heads.Region(**fields)
 
 
 def with_default_question(vit: Anatomy) -> Anatomy:
@@ -78,9 +85,17 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
             for i, each in enumerate(found)
             if each.score >= SURE or i < FEW
         ]
+    if bare.task == "segmentation":
+        with torch.no_grad(), bare.steady():
+            classes = bare.scores_of(bare.call(image.tensor))[0].argmax(0)
+        result.areas = areas_of(classes.cpu().numpy(), bare.class_names, result.frame)
     resolved = service.resolve_question(request, image)
     question: Any = resolved.vit.question
     result.index = resolved.index
+    if isinstance(question, heads.Region | heads.Mask) and question.regions:
+        rows, columns = (min(side, FINEST) for side in bare.preprocess.size)
+        shares = F.interpolate(question.regions[0].float()[None, None], (rows, columns), mode="area")[0, 0]
+        result.mask = [[round(share, 3) for share in row] for row in shares.tolist()]
     if isinstance(question, heads.Box | heads.Boxes):
         marked = bare.to_photograph(torch.stack([held.box for held in question.references]).float(), image.size)
         result.boxes = [tuple(box) for box in marked.tolist()]
@@ -92,7 +107,25 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
     return result
 
 
-def frame_of(vit: Anatomy, size: tuple[int, int]) -> tuple[float, float, float, float]:
+def areas_of(classes: Any, names: Sequence[str], frame: Frame) -> list[schemas.AreaChoice]:
+    """The connected regions of predicted classes [h,w], the largest first; the smallest are left out."""
+    from scipy import ndimage
+
+    left, top, right, bottom = frame
+    found: list[tuple[float, str, int, int]] = []
+    for number in np.unique(classes).tolist():
+        parts, count = ndimage.label(classes == number)
+        for part in range(1, count + 1):
+            inside = np.pad(parts == part, 1)  # the pixel that is deepest inside of it
+            row, column = np.unravel_index(ndimage.distance_transform_edt(inside).argmax(), inside.shape)
+            x = left + (float(column) - 0.5) / classes.shape[1] * (right - left)
+            y = top + (float(row) - 0.5) / classes.shape[0] * (bottom - top)
+            found.append((float(inside.sum()) / classes.size, names[number], max(0, int(x)), max(0, int(y))))
+    largest = sorted(found, reverse=True)[:MOST]
+    return [schemas.AreaChoice(label=name, point=(x, y), share=s) for s, name, x, y in largest if s >= SMALLEST]
+
+
+def frame_of(vit: Anatomy, size: tuple[int, int]) -> Frame:
     """The part of a photograph that the model sees, in its pixels: left, top, right, bottom."""
     part, resized, corner = vit.preprocess.framing(*size)
     height, width = vit.preprocess.size
@@ -103,23 +136,8 @@ def frame_of(vit: Anatomy, size: tuple[int, int]) -> tuple[float, float, float, 
 
 def share_inside(question: ResolvedQuestion, att: Attribution) -> float | None:
     """The share of the positive scores of a map that lies in the box or region of its question; None without one."""
-    vit = question.vit
-    region = _region(vit, question.index)
-    if region is None:
+    asked = question.vit.question
+    if asked is None or not asked.regions:
         return None
-    if att.level == "token":
-        region = region[: vit.extent[0], : vit.extent[1]]
-    scores = att.scores[0].clamp(min=0)
-    inside = scores * F.interpolate(region[None, None], scores.shape, mode="area")[0, 0]
-    return float(inside.sum() / scores.sum()) if bool(scores.sum() > 0) else None
-
-
-def _region(vit: Anatomy, index: int) -> Tensor | None:
-    """The pixels [H,W] of the model's input that a question is about: 1 inside, 0 outside."""
-    question: Any = vit.question
-    if not isinstance(question, heads.Box | heads.Boxes):
-        return None
-    left, top, right, bottom = question.boxes_in_input()[index].round().int().tolist()
-    region = torch.zeros(vit.preprocess.size)
-    region[top : max(bottom, top + 1), left : max(right, left + 1)] = 1
-    return region
+    share = float(att.inside(asked.regions[question.index])[0])
+    return share if share == share else None

@@ -56,6 +56,8 @@ Corners = Annotated[
     tuple[Pixel, Pixel, Pixel, Pixel], Field(description="Left, top, right and bottom in pixels of the photograph.")
 ]
 
+Point = Annotated[tuple[Pixel, Pixel], Field(description="A pixel of the photograph: x and y.")]
+
 
 class HeadRequest(StrictModel):
     """A question about the output of a model: one of `pl.heads`, with the same fields."""
@@ -78,8 +80,16 @@ class RegionRequest(HeadRequest):
 
     kind: Literal["region"]
     box: Corners | None = None
-    point: Annotated[tuple[Pixel, Pixel] | None, Field(description="A pixel of the photograph: x and y.")] = None
+    point: Point | None = None
+    predicted: bool = Field(False, description="Whether the point stands for the predicted region around it.")
     label: Text | None = None
+
+
+class MaskRequest(HeadRequest):
+    """What makes the mask at a point stay."""
+
+    kind: Literal["mask"]
+    points: Point | None = None
 
 
 class AnswerRequest(HeadRequest):
@@ -91,11 +101,14 @@ class AnswerRequest(HeadRequest):
     force: bool = Field(False, description="Whether to explain a word that the image adds nothing to.")
 
 
+Heads = BoxRequest | RegionRequest | MaskRequest | AnswerRequest
+
+
 class AskedQuestion(StrictModel):
     """An image, and the class to explain."""
 
     image: ImageId
-    head: Annotated[BoxRequest | RegionRequest | AnswerRequest, Field(discriminator="kind")] | None = Field(
+    head: Annotated[Heads, Field(discriminator="kind")] | None = Field(
         None, description="For models that are no classifiers: the question; null: their default question."
     )
     target: Index | None = Field(None, description="The class to explain; null: the predicted class.")
@@ -195,6 +208,14 @@ class DetectionChoice(BaseModel):
     score: Number
 
 
+class AreaChoice(BaseModel):
+    """A region of one predicted class, a pixel of the photograph in it, and its share of the frame."""
+
+    label: str
+    point: Point
+    share: Number
+
+
 class WordChoice(BaseModel):
     """A word of an answer, and how much its log-probability falls without the image."""
 
@@ -211,7 +232,11 @@ class ChoicesResult(BaseModel):
         Field(description="The part of the photograph that the model sees: left, top, right, bottom in its pixels."),
     ]
     detections: list[DetectionChoice] = []
+    areas: list[AreaChoice] = []
     boxes: Annotated[list[Corners], Field(description="The boxes of the question.")] = []
+    mask: Annotated[
+        list[list[Number]], Field(description="The region of the question in the frame: rows of shares from 0 to 1.")
+    ] = []
     words: list[WordChoice] = []
     index: Annotated[int, Field(description="What is explained if the question has no target.")] = 0
     answer: str = ""

@@ -60,7 +60,7 @@ class DetectionQuestion(Question):
     both read "match".
     """
 
-    tasks = ("detection",)
+    tasks, annotations = ("detection",), ("boxes",)
     references: Sequence[Reference] = ()
     score: BoxScore | None = None
     detector: Any = None
@@ -133,6 +133,7 @@ class DetectionQuestion(Question):
             at = " ".join(f"{side:.0f}" for side in place)
             labels.append(f"{vit.class_names[label]} {float(chances[query, label]):.2f} at {at}")
         self.detector, self.references, self.labels = vit, references, labels
+        self.regions = [_pixels_in(box, vit.preprocess.size) for box in self.boxes_in_input().round().int().tolist()]
 
     def boxes_in_input(self) -> Tensor:
         """The boxes b* [Q,4] in pixels of the model's input."""
@@ -289,6 +290,14 @@ def sure_detections(vit: Any, output: Any, size: tuple[int, int] | None, thresho
             "threshold"
         )
     return sure
+
+
+def _pixels_in(box: Sequence[int], size: Sequence[int]) -> Tensor:
+    """The pixels [H,W] in a box, at least one."""
+    left, top, right, bottom = box
+    inside = torch.zeros(*size)
+    inside[top : max(bottom, top + 1), left : max(right, left + 1)] = 1
+    return inside
 
 
 def plain_output(vit: Any, image: Tensor) -> Any:

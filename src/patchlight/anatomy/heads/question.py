@@ -41,6 +41,10 @@ class Question(Head):
     """The words of an answer in words."""
     image: tuple[str, ...] = ()
     """The hash of the image that it is prepared for."""
+    annotations: Sequence[str] = ()
+    """What a metric of places reads of the object in question: "boxes" or "masks"; empty if there is no object."""
+    regions: Sequence[Tensor] = ()
+    """The pixels [H,W] of the model's input, from 0 to 1, that each label is about; empty if about the whole image."""
 
     def bound(self, vit: Anatomy) -> Self:
         if vit.task not in self.tasks:
@@ -101,6 +105,12 @@ class Question(Head):
     def call_key(self) -> Any:
         """What the calls of the blocks depend on beside the image; None if on nothing."""
         return None
+
+    def object_of(self, index: Tensor) -> Tensor:
+        """Whether pixels [B,H,W] belong to the object that the labels `index` [B] are about."""
+        if not self.regions:
+            raise PatchlightError(f"{type(self).__name__} is about the whole image here; give it a region")
+        return torch.stack([self.regions[i] > 0 for i in index.tolist()])
 
     def default_target(self) -> Target:
         """What is explained by default of one image: all labels, with an axis if there are several."""

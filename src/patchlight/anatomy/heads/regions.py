@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import Preprocess
-from patchlight.core.targets import Outputs
+from patchlight.core.targets import Outputs, Target
 
 if TYPE_CHECKING:
     from patchlight.anatomy.segmenters import PromptedAnatomy, SegmenterAnatomy
@@ -42,11 +42,12 @@ class Region(Question):
         label: The class, by name or number. Default: the most frequent prediction in the region.
         statistic: "mean", "sum" or "max" over the region, or "share", the part of it that is predicted as the class.
         against: What is subtracted: another class, or for depth another region (mask, box or point).
-        missed: Whether a class may be explained that is not predicted in the region.
+        missed: Whether a class may be explained that is not predicted in the region. The class that is predicted there
+            most is the second class: `against=1` contrasts the two.
     """
 
-    tasks = ("segmentation", "depth")
-    number = 0
+    tasks, annotations = ("segmentation", "depth"), ("masks",)
+    numbers: Sequence[int] = (0,)
 
     def __init__(
         self,
@@ -93,25 +94,31 @@ class Region(Question):
             weights = resized(region.to(scores), scores.shape[1:])
             if self.predicted:
                 weights = _component(best, weights)
+        found = self.predicted or self.where is None
+        self.regions = [] if found and depth else [_in_input(weights, vit) if found else region]
         self.weights = _normal(weights)
         self.other = None
         if depth:
             self.labels = ["depth"]
             if self.against is not None:
-                self.other = _normal(resized(pixels_of(vit, self.against, size).to(scores), scores.shape[1:]))
+                other = pixels_of(vit, self.against, size)
+                self.other = _normal(resized(other.to(scores), scores.shape[1:]))
+                self.regions = [region, other]
                 self.labels = ["depth against the other region"]
             return
         shares = torch.zeros(len(scores)).index_add(0, best.flatten().cpu(), self.weights.flatten().cpu())
-        self.number = int(shares.argmax()) if self.label is None else vit.class_of(self.label)
-        name = vit.class_names[self.number]
-        if shares[self.number] == 0 and not self.missed:
-            most = int(shares.argmax())
+        most = int(shares.argmax())
+        number = most if self.label is None else vit.class_of(self.label)
+        if shares[number] == 0 and not self.missed:
             raise PatchlightError(
-                f"{vit.name} has no class '{name}' in this region: the largest share there is {shares[most]:.0%} "
-                f"'{vit.class_names[most]}'; explain it anyway with missed=True"
+                f"{vit.name} has no class '{vit.class_names[number]}' in this region: the largest share there is "
+                f"{shares[most]:.0%} '{vit.class_names[most]}'; explain it anyway with missed=True"
             )
+        self.numbers = list(dict.fromkeys((number, most) if self.missed else (number,)))
+        self.regions = list(self.regions) * len(self.numbers)
         self.rival = None if self.against is None else vit.class_of(self.against)
-        self.labels = [name if self.rival is None else f"{name} against {vit.class_names[self.rival]}"]
+        ending = "" if self.rival is None else f" against {vit.class_names[self.rival]}"
+        self.labels = [f"{vit.class_names[each]}{ending}" for each in self.numbers]
         self._scores_of = vit.scores_of
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
@@ -122,12 +129,17 @@ class Region(Question):
             return found[:, None], found[:, None]
         scores = self._scores_of(output)
         if self.statistic == "share":
-            found = self._over((scores.argmax(1) == self.number).to(scores), self.weights)[:, None]
+            best = scores.argmax(1)
+            found = torch.stack([self._over((best == each).to(scores), self.weights) for each in self.numbers], 1)
             return found, found
-        first, second = scores[:, self.number], (scores if self.mixes else scores.softmax(1))[:, self.number]
+        first, second = scores, scores if self.mixes else scores.softmax(1)
         if self.rival is not None:
-            first = first - scores[:, self.rival]
-        return self._over(first, self.weights)[:, None], self._over(second, self.weights)[:, None]
+            first = first - scores[:, self.rival, None]
+        logits, shares = (
+            torch.stack([self._over(values[:, each], self.weights) for each in self.numbers], 1)
+            for values in (first, second)
+        )
+        return logits, shares
 
     def _over(self, values: Tensor, weights: Tensor) -> Tensor:
         """The statistic [B] of values [B,h,w] over the region."""
@@ -136,6 +148,9 @@ class Region(Question):
             return values.masked_fill(weights == 0, -torch.inf).flatten(1).amax(1)
         found = (values * weights).sum((1, 2))
         return found * (weights > 0).sum() if self.statistic == "sum" else found
+
+    def default_target(self) -> Target:
+        return 0
 
     def about(self) -> dict[str, Any]:
         where = list(self.where) if isinstance(self.where, tuple | list) else _shown(self.where)
@@ -159,7 +174,7 @@ class Mask(Question):
         points: One point (x, y), or several, in pixels of the photograph. Default: the centre.
     """
 
-    tasks = ("masks",)
+    tasks, annotations = ("masks",), ("masks",)
 
     def __init__(self, points: Sequence[Any] | None = None) -> None:
         given = None if points is None else np.asarray(points, dtype=float).reshape(-1, 2)
@@ -179,7 +194,7 @@ class Mask(Question):
         mask = (out.pred_masks[0, 0, self.number] > 0).float()
         if not bool(mask.any()):
             raise PatchlightError(f"{vit.name} finds no mask at {self.points or 'the centre'}; give another point")
-        self.weights = _normal(mask)
+        self.weights, self.regions = _normal(mask), [_in_input(mask, vit)]
         self.labels = [f"mask {self.number} of IoU {float(out.iou_scores[0, 0, self.number]):.2f}"]
 
     def call(self, vit: Any, images: Tensor) -> Any:
@@ -250,6 +265,11 @@ def _component(best: Tensor, seed: Tensor) -> Tensor:
     row, column = divmod(int(seed.flatten().argmax()), seed.shape[1])
     numbers, _ = label((best == best[row, column]).cpu().numpy())
     return torch.as_tensor(numbers == numbers[row, column]).to(seed)
+
+
+def _in_input(weights: Tensor, vit: Any) -> Tensor:
+    """Which pixels [H,W] of the model's input lie at weights [h,w] above 0."""
+    return F.interpolate((weights > 0).float()[None, None], vit.preprocess.size, mode="nearest")[0, 0].cpu()
 
 
 def _normal(weights: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from patchlight.core.errors import PatchlightError, check_keywords, nearest
 from patchlight.core.images import Picture, Preprocess, open_image
-from patchlight.core.resize import Upsampling, at_size
+from patchlight.core.resize import Upsampling, at_size, to_pixels
 
 Pixels = NDArray[np.float64]
 
@@ -101,29 +102,24 @@ def seen(image: Picture, size: tuple[int, ...], preprocess: Preprocess | None = 
     return view.crop(open_image(image))
 
 
-def outlined(picture: Image.Image, boxes: Sequence[Sequence[float]]) -> Image.Image:
-    """A picture with the outline of boxes (left, top, right, bottom, from 0 to 1): white between two black lines."""
-    if not boxes:
+def outlined(picture: Image.Image, regions: Sequence[Tensor]) -> Image.Image:
+    """A picture with the outline of regions [H,W] (1 inside, 0 outside): white between two black lines."""
+    if not regions:
         return picture
-    drawn = picture.convert("RGB")
-    pen, (width, height) = ImageDraw.Draw(drawn), drawn.size
-    line = max(1, round(max(drawn.size) / 160))
-    for left, top, right, bottom in boxes:
-        for grow, colour in ((1, "black"), (0, "white"), (-1, "black")):
-            sides = [left * width, top * height, right * width - 1, bottom * height - 1]
-            corners = [side + sign * grow * line for side, sign in zip(sides, (-1, -1, 1, 1), strict=True)]
-            if corners[2] > corners[0] and corners[3] > corners[1]:
-                pen.rectangle(corners, outline=colour, width=line)
-    return drawn
+    drawn, line = np.array(picture.convert("RGB")), max(1, round(max(picture.size) / 160))
+    for region in regions:
+        inside = to_pixels(region.float(), picture.size[::-1], upsampling="nearest")
+        grown, smaller, smallest = (_grown(inside, by * line) for by in (1, -1, -2))
+        drawn[(grown > smallest).numpy()] = 0
+        drawn[((inside > 0) & (smaller == 0)).numpy()] = 255
+    return Image.fromarray(drawn)
 
 
-def share_inside(scores: Tensor, box: Sequence[float]) -> float:
-    """The share of |scores| [h,w] inside a box, as parts of the map from 0 to 1."""
-    height, width = scores.shape[-2:]
-    rows, columns = ((torch.arange(side) + 0.5) / side for side in (height, width))
-    inside = ((rows >= box[1]) & (rows < box[3]))[:, None] & ((columns >= box[0]) & (columns < box[2]))
-    size = scores.double().abs()
-    return float((size * inside).sum() / size.sum().clamp_min(torch.finfo(size.dtype).tiny))
+def _grown(inside: Tensor, by: int) -> Tensor:
+    """A region [H,W] grown by pixels, or shrunk where `by` is negative; around the picture nothing is inside."""
+    framed = F.pad((inside > 0).float(), [abs(by)] * 4)[None]
+    pooled = F.max_pool2d(framed if by > 0 else 1 - framed, 2 * abs(by) + 1, 1)[0]
+    return pooled if by > 0 else 1 - pooled
 
 
 def upsample(

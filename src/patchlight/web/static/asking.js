@@ -8,7 +8,7 @@ import { facts, label, on, set, state } from "./state.js";
 const DRAG = 6;
 /** The gain in nats of a word with the deepest shade. */
 const DEEPEST = 4;
-const WORDS = { detection: "The model detects", segmentation: "The model sees", answers: "The model answers", depth: "The model measures depth" };
+const WORDS = { detection: "The model detects", segmentation: "The model sees", answers: "The model answers", depth: "The model measures depth", masks: "The model masks" };
 
 /** The last answer of the server, and the image that it is about. */
 let choices = null, about = null;
@@ -16,7 +16,7 @@ let choices = null, about = null;
 let draft = null;
 
 /** Whether questions of this model are asked by drawing on the photograph. */
-const drawable = () => ["detection", "segmentation", "depth"].includes(facts.model?.task);
+const drawable = () => ["detection", "segmentation", "depth", "masks"].includes(facts.model?.task);
 
 /** Whether a drag over the photograph draws a box. */
 export const drawing = () => drawable() && $("mode-ask").checked;
@@ -61,9 +61,9 @@ function shares(box) {
 }
 
 /** A place in shares of the picture in whole pixels of the photograph. */
-function pixels(x, y) {
+function pixels(x, y, whole = Math.round) {
   const [left, top, right, bottom] = choices.frame;
-  return [left + x * (right - left), top + y * (bottom - top)].map((at) => Math.max(0, Math.round(at)));
+  return [left + x * (right - left), top + y * (bottom - top)].map((at) => Math.max(0, whole(at)));
 }
 
 /** A box over a picture, with its name. */
@@ -91,7 +91,7 @@ const isAsked = (head, first) => (state.head ? JSON.stringify(state.head) === JS
 /** The rows of the list: {head, name, value}. */
 function rows() {
   const found = (choices?.detections ?? []).map(({ index, label: name, score }) => ({ head: { kind: "box", detection: index }, name, value: score, first: index === 0 }));
-  const areas = (choices?.areas ?? []).map(({ label: name, point, share }) => ({ head: { kind: "region", point }, name, value: share, first: false }));
+  const areas = (choices?.areas ?? []).map(({ label: name, point, share }) => ({ head: { kind: "region", point, predicted: true }, name, value: share, first: false }));
   return [...found, ...areas];
 }
 
@@ -143,7 +143,9 @@ function drawMarks() {
 
 /** Ask about a place: the smallest detection around it, or the predicted region there. */
 function askAt(x, y) {
-  if (facts.model.task !== "detection") return ask({ kind: "region", point: pixels(x, y) });
+  const { task } = facts.model;
+  if (task === "masks") return ask({ kind: "mask", points: pixels(x, y, Math.floor) });
+  if (task !== "detection") return ask({ kind: "region", point: pixels(x, y, Math.floor), ...(task === "segmentation" && { predicted: true }) });
   const around = choices.detections.filter(({ score }) => score >= 0.3).map((each) => ({ ...each, at: shares(each.box) }))
     .filter(({ at: [left, top, right, bottom] }) => x >= left && x <= right && y >= top && y <= bottom);
   const size = ({ at: [left, top, right, bottom] }) => (right - left) * (bottom - top);
@@ -156,6 +158,7 @@ function askAt(x, y) {
 function askBox() {
   const sides = $("ask-box").value.split(/[\s,;]+/).filter(Boolean).map(Number);
   if (sides.length !== 4 || sides.some((side) => !(side >= 0))) return trouble($("ask-trouble"), "Give the box as left, top, right, bottom in pixels of the photograph, or drag it.");
+  if (facts.model.task === "masks") return trouble($("ask-trouble"), "A model for masks is asked about a point: click one.");
   const name = $("ask-label").value, kind = facts.model.task === "detection" ? "box" : "region";
   ask({ kind, box: sides, ...(name && { label: name }), ...(kind === "box" && name && $("ask-missed").checked && { missed: true }) });
 }
