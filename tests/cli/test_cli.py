@@ -135,7 +135,7 @@ def test_names_are_completed() -> None:
     assert completed("patchlight explain a.jpg --method roll") == ["rollout"]
     assert completed("patchlight explain a.jpg --method insi") == ["inside"]
     assert completed("patchlight explain a.jpg --method genatt,ixg.pl") == ["genatt,ixg.plus"]
-    assert completed("patchlight explain a.jpg --method inputxgradient.skipplus.li") == ["inputxgradient.skipplus.libra"]
+    assert completed("patchlight explain a.jpg --method inputxgradient.plus.li") == ["inputxgradient.plus.libra"]
     assert "decompx.skipplus" in completed("patchlight methods decompx.")
     assert completed("patchlight methods rise.plus") == [], "it has no layer maps to sum"
     assert completed("patchlight methods nothing.") == []

@@ -170,8 +170,8 @@ PREFERS: dict[str, Pair] = {
 }
 """Of each metric, maps of which it must prefer the first; those that take parts of images away: see below."""
 OF_MAPS = sorted(set(METRICS) - {"fact", "other-objects"})
-"""Metrics of maps of classes; `fact` reads a number that a method reports (tests/literal/test_vitcx.py), `other-objects`
-the detections of a detector (tests/anatomy/test_detectors.py)."""
+"""Metrics of maps of classes. `fact` reads a number that a method reports (tests/literal/test_vitcx.py), and
+`other-objects` the detections of a detector (tests/anatomy/test_detectors.py)."""
 ABLATING = sorted(name for name, entry in METRICS.items() if entry.ablates)
 
 
