@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import patchlight as pl
+from benchmarks.common import _settle, record
+from patchlight.evidence.ablation import Ablation, TokenSubsets
 
 
 def costs(small: bool) -> dict[str, Any]:
@@ -50,17 +53,16 @@ def costs(small: bool) -> dict[str, Any]:
     count = (side // 14) ** 2
     ids = torch.tensor([1, *range(5, 25), *[config.image_token_index] * count, *range(30, 50), *answer], device=device)
 
-    def seconds(run: Callable[[], Any], times: int = 5) -> float:
+    def seconds(run: Callable[[], Any], times: int = 5, warm: Callable[[], Any] | None = None) -> float:
+        (warm or run)()
         taken = []
-        for _ in range(times + 1):
-            if device == "cuda":
-                torch.cuda.synchronize()
+        for _ in range(times):
+            _settle()
             begin = time.perf_counter()
             run()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            _settle()
             taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[1:])
+        return statistics.median(taken)
 
     def plain() -> None:
         leaf = image.clone().requires_grad_()
@@ -68,33 +70,37 @@ def costs(small: bool) -> dict[str, Any]:
         logs = out.logits[:, :-1].float().log_softmax(-1)
         logs.gather(2, ids[None, -len(answer) :, None]).sum().backward()
 
-    found["forward and backward"] = seconds(plain)
-    for place in ("tower", "language"):
-        vit = pl.wrap(model, preprocess=pl.Preprocess((side, side)), place=place)
-        asked = vit.ask(head)
-        method = pl.explain(asked, image, "auto", progress=False).method
-        found[f"auto at {place}"] = seconds(lambda asked=asked: pl.explain(asked, image, "auto", progress=False))
-        found[f"auto at {place}, method"] = method
-        keep = torch.tensor([[i for i in range(count) if i != v % count] for v in range(256)])
-        from patchlight.evidence.ablation import Ablation, TokenSubsets
-
-        ready = asked.prepared(image.cpu() if device == "cpu" else image)
-        variants = TokenSubsets(torch.zeros(256, dtype=torch.long), keep)
-        found[f"256 removals at {place}"] = seconds(
-            lambda ready=ready, keep=variants: Ablation(ready, image, chunk=32).logits(keep), 2
-        )
     batch = image.expand(32, -1, -1, -1)
 
     @torch.no_grad()
-    def bare() -> None:
-        for _ in range(8):
+    def bare(calls: int = 8) -> None:
+        for _ in range(calls):
             model(input_ids=ids.expand(32, -1), pixel_values=batch, use_cache=False, logits_to_keep=len(answer) + 1)
 
-    found["256 bare forwards, 32 at once"] = seconds(bare, 2)
-    base, removed = found["forward and backward"], found["256 bare forwards, 32 at once"]
+    base = found["forward and backward"] = seconds(plain)
+    forwards = found["256 bare forwards, 32 at once"] = seconds(bare, 1, lambda: bare(1))
+    print(json.dumps(found), flush=True)
     for place in ("tower", "language"):
-        found[f"auto at {place}, times forward and backward"] = found[f"auto at {place}"] / base
-        found[f"256 removals at {place}, times bare"] = found[f"256 removals at {place}"] / removed
+        begin = time.perf_counter()
+        vit = pl.wrap(model, preprocess=pl.Preprocess((side, side)), place=place)
+        asked = vit.ask(head)
+        found[f"opening at {place}"] = time.perf_counter() - begin
+        method = pl.explain(asked, image, "auto", progress=False).method
+        auto = seconds(lambda asked=asked: pl.explain(asked, image, "auto", progress=False))
+        found[f"auto at {place} ({method})"] = auto
+        found[f"auto at {place}, times forward and backward"] = auto / base
+        print(json.dumps(found), flush=True)
+        ready = asked.prepared(image.cpu() if device == "cpu" else image)
+        keep = torch.tensor([[i for i in range(count) if i != v % count] for v in range(256)])
+
+        def remove(variants: int = 256, ready: Any = ready, keep: Tensor = keep) -> None:
+            subsets = TokenSubsets(torch.zeros(variants, dtype=torch.long), keep[:variants])
+            Ablation(ready, image, chunk=32).logits(subsets)
+
+        removals = seconds(remove, 1, lambda remove=remove: remove(32))
+        found[f"256 removals at {place}"] = removals
+        found[f"256 removals at {place}, times bare"] = removals / forwards
+        print(json.dumps(found), flush=True)
     return found
 
 
@@ -106,7 +112,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     found = costs(options.small)
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    limits = {"forward and backward": "1.5", "bare": "1.3"}
+    rows = [
+        [what, f"{value:.4g}", limits.get(what.partition(", times ")[2], "")]
+        for what, value in found.items()
+        if isinstance(value, float)
+    ]
+    size = f"{found['parameters'] / 1e9:.2g} billion"
+    title = f"Answers of a LLaVA of {size} random weights: seconds of one image, and ratios"
+    record("answers", title, ["what", "value", "at most"], rows, "python -m benchmarks.answers --out FILE")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ Random weights in the sizes of YOLOS-S and DPT-B; one image. Both sides alternat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 import patchlight as pl
+from benchmarks.common import _settle, record
 
 
 def yolos() -> tuple[nn.Module, tuple[int, int], Any]:
@@ -39,12 +40,10 @@ def dpt() -> tuple[nn.Module, tuple[int, int], Any]:
 
 def timed(run: Callable[[], Any]) -> float:
     """Seconds of one call, with the work of the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    _settle()
     begin = time.perf_counter()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    _settle()
     return time.perf_counter() - begin
 
 
@@ -63,18 +62,31 @@ def ratio(build: Callable[[], tuple[nn.Module, tuple[int, int], Any]], device: s
         out = model(leaf)
         torch.autograd.grad(out.logits.float().sum(), leaf)
 
-    def explained() -> None:
-        pl.explain(asked, image, "auto", target=0, progress=False)
+    def halved() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            plain()
+
+    def explained(graph: bool = False) -> None:
+        pl.explain(asked, image, "auto", target=0, progress=False, compile=graph)
 
     asked = vit.ask(question).prepared(image)
-    explained(), plain()
-    pairs = [(timed(plain), timed(explained)) for _ in range(rounds)]
+    explained(), plain(), halved()
+    times = [(timed(plain), timed(halved), timed(explained)) for _ in range(rounds)]
+    full, half, auto = (statistics.median(side) for side in zip(*times, strict=True))
     fresh = timed(lambda: pl.explain(vit, image + 0.1, "auto", head=question, progress=False))
+    graphs: list[float] = []
+    if device == "cuda":
+        with contextlib.suppress(pl.PatchlightError, RuntimeError):
+            explained(True)
+            graphs = [timed(lambda: explained(True)) for _ in range(rounds)]
     return {
-        "forward and backward, ms": round(1e3 * statistics.median(a for a, _ in pairs), 2),
-        "auto, ms": round(1e3 * statistics.median(b for _, b in pairs), 2),
-        "ratio": round(statistics.median(b / a for a, b in pairs), 3),
+        "forward and backward, ms": round(1e3 * full, 2),
+        "forward and backward, bf16, ms": round(1e3 * half, 2),
+        "auto, ms": round(1e3 * auto, 2),
+        "ratio": round(statistics.median(c / a for a, _, c in times), 3),
+        "ratio to bf16": round(statistics.median(c / b for _, b, c in times), 3),
         "with the question prepared for a new image, ms": round(1e3 * fresh, 2),
+        "auto (graph), ms": round(1e3 * statistics.median(graphs), 2) if graphs else "not available",
     }
 
 
@@ -83,17 +95,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for build in (yolos, dpt):
-        try:
-            results[build.__name__] = ratio(build, args.device, args.rounds)
-        except (AttributeError, pl.PatchlightError) as error:
-            results[build.__name__] = str(error)
+        results[build.__name__] = ratio(build, args.device, args.rounds)
         print(build.__name__, json.dumps(results[build.__name__]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    titles = {"yolos": "detector in the size of YOLOS-S, a box", "dpt": "segmenter in the size of DPT-B, a region"}
+    rows = [
+        [titles[name], what, str(value), "1.5" * what.startswith("ratio")]
+        for name, values in results.items()
+        for what, value in values.items()
+    ]
+    title = "`auto` for boxes and regions beside a forward and backward pass, one image"
+    record("questions", title, ["model", "what", "value", "at most"], rows, "python -m benchmarks.bench_questions")
 
 
 if __name__ == "__main__":

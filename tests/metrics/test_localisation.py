@@ -487,6 +487,20 @@ def test_average_precision_of_patches() -> None:
     assert measured(rows, "ap", masks=thin, unit="patch").count == 0
 
 
+def test_average_precision_in_boxes() -> None:
+    """Without masks, the union of an image's boxes is its mask; an image without boxes has no value."""
+    maps, boxes = (
+        random_maps(3),
+        [torch.tensor([[0.0, 0, 32, 16], [16, 0, 32, 48]]), torch.tensor([[16.0, 16, 48, 64]])],
+    )
+    masks = torch.zeros(2, SIDE, SIDE, dtype=torch.int8)
+    masks[0, :16, :32], masks[0, :48, 16:32], masks[1, 16:64, 16:48] = 1, 1, 1
+    for settings in ({}, {"unit": "patch"}):
+        found = measured(maps, "ap", boxes=[*boxes, torch.zeros(0, 4)], **settings)
+        assert torch.equal(found.values[:2], measured(maps[:2], "ap", masks=masks, **settings).values)
+        assert found.count == 2
+
+
 def test_rank_accuracy_shares_ties_image_by_image() -> None:
     """Two positives: the first image has one above and a tie of three for the second place, the other ties four."""
     scores = torch.tensor([[3.0, 2, 2, 2, 0], [1, 1, 1, 1, 0]])

@@ -234,10 +234,14 @@ def average_precision(scores: Tensor, positive: Tensor, counted: Tensor | None =
     return (hits * precision.gather(1, tie_ends(ordered))).sum(1) / hits.sum(1)
 
 
+def _masks(ask: Measure) -> Tensor:
+    """The masks [B,H,W]; without masks, the union of each image's boxes."""
+    return box_region(ask).long() if ask.masks is None else ask.masks
+
+
 def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -> tuple[Tensor, Tensor, dict[int, str]]:
     """Object and counted pixels [B,N], and the images whose mask shows no object (or, for `both`, no background)."""
-    assert ask.masks is not None
-    masks = ask.masks.flatten(1)
+    masks = _masks(ask).flatten(1)
     positive = masks == 1
     counted = masks >= 0 if unlabelled == "leave-out" else torch.ones_like(positive)
     full = _where(~(counted & ~positive).any(1)) if both else []
@@ -250,7 +254,7 @@ def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -
     paper="SkipPLUS, CVPR-W 2024",
     aliases=("seg-ap",),
     higher_is_better=True,
-    needs={"masks"},
+    needs={"boxes or masks"},
     presets={"skipplus": {"upsampling": "nearest", "unlabelled": "background"}},
 )
 def ap(
@@ -259,7 +263,7 @@ def ap(
     upsampling: Upsampling = "nearest",
     unlabelled: Literal["leave-out", "background"] = "leave-out",
 ) -> Measured:
-    """Average precision of the map as a detector of the object's pixels, or patches.
+    """Average precision of the map as a detector of the pixels, or patches, of the mask, or of the union of boxes.
 
         sum_n (R_n - R_{n-1}) P_n,   recall R_n and precision P_n at the n-th threshold
 
@@ -279,8 +283,7 @@ def ap(
 
 def _labelled_patches(ask: Measure, unlabelled: str = "leave-out") -> tuple[Tensor, Tensor, Tensor, dict[int, str]]:
     """The map, object and counted patches [B,N], and the images without an object, or without anything else."""
-    assert ask.masks is not None
-    masks = ask.masks.double()
+    masks = _masks(ask).double()
     known = torch.ones_like(masks) if unlabelled == "background" else (masks >= 0).double()
     share, seen = (on_grid(part, ask.vit).flatten(1) for part in ((masks == 1).double(), known))
     counted = seen > 0
