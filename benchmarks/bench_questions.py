@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+    args, _ = parser.parse_known_args()
     results: dict[str, Any] = {}
     for build in (yolos, dpt):
         results[build.__name__] = ratio(build, args.device, args.rounds)
