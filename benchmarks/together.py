@@ -34,6 +34,8 @@ COSTS = {"crossing": 30.0, "questions": 30.0, "answers": 60.0}
 """Benchmarks that are run alone before the recipes, and the most seconds of each."""
 READY = 60.0
 """Seconds in which their processes must have imported what they need."""
+FIRST = 0.38
+"""The largest share of the time that they may take together."""
 PHASES = {"all-methods": 0.62, "equal-budget": 0.16, "all-methods-sensitivity": 0.06, "ground-truth": 0.16}
 """Recipes in their order, and the share of the time that each gets."""
 BATCH = {"all-methods": 16, "equal-budget": 8, "all-methods-sensitivity": 8, "ground-truth": 50}
@@ -275,8 +277,8 @@ torch.cuda.is_available() and torch.cuda.init()
 """
 
 
-def measure_costs(out: Path, names: Sequence[str], device: str) -> None:
-    """Run the benchmarks of costs one after the other; all are imported at once. Each has its own time."""
+def measure_costs(out: Path, names: Sequence[str], device: str, seconds: float) -> None:
+    """Run the benchmarks of costs one after the other, within a time; all are imported at once."""
     arguments = {"crossing": [], "questions": ["--device", device], "answers": ["--out", os.devnull]}
     if device == "cpu":
         arguments["answers"] += ["--small"]
@@ -297,7 +299,8 @@ def measure_costs(out: Path, names: Sequence[str], device: str) -> None:
             print(f"== {name}, imported after {time.monotonic() - begun:.1f} s", file=text, flush=True)
             ready.unlink(missing_ok=True)
             try:
-                process.communicate("go\n", timeout=COSTS[name])
+                left = begun + seconds - time.monotonic()
+                process.communicate("go\n", timeout=max(0.1, min(COSTS[name], left)))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -326,7 +329,7 @@ def run(options: argparse.Namespace) -> None:
     plan = threading.Thread(target=fill)
     plan.start()
     if options.costs:
-        measure_costs(out, options.costs, device)
+        measure_costs(out, options.costs, device, FIRST * options.seconds)
     plan.join()
     now, total = time.monotonic(), sum(phases.values())
     for name, share in zip(phases, itertools.accumulate(phases.values()), strict=True):
