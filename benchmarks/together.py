@@ -210,7 +210,7 @@ class Queue:
         with self.lock:
             now = time.monotonic()
             for late in (False, True):  # a recipe whose turn is over goes on when all others are done
-                for name, tasks in self.phases.items():
+                for name, tasks in list(self.phases.items()):
                     if now > self.ends[name] and not late:
                         continue
                     while tasks:
@@ -330,7 +330,8 @@ def run(options: argparse.Namespace) -> None:
     plan.start()
     if options.costs:
         measure_costs(out, options.costs, device, FIRST * options.seconds)
-    plan.join()
+    while plan.is_alive() and not queue.phases:  # the first recipe begins while others are planned
+        time.sleep(0.1)
     now, total = time.monotonic(), sum(phases.values())
     for name, share in zip(phases, itertools.accumulate(phases.values()), strict=True):
         queue.ends[name] = now + (queue.last - now) * share / total
