@@ -86,6 +86,18 @@ def config_of(name: str) -> Any:
     return tr.Qwen2_5_VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=98)
 
 
+def tiled() -> Any:
+    """The configuration of a LLaVA-NeXT, which reads a picture in tiles."""
+    import transformers as tr
+
+    return tr.LlavaNextConfig(
+        vision_config=tr.CLIPVisionConfig(**V),
+        text_config=tr.LlamaConfig(**T),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[64, 128], [128, 64]],
+    )
+
+
 def build(name: str, seed: int = 0) -> Any:
     """A tiny model with random weights that are large enough to make its parts matter."""
     import transformers as tr

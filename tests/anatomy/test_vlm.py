@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
+from patchlight.anatomy.prompts import Prompts
 from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
-from tests.vlm_models import IMAGE, NAMES, build
+from tests.vlm_models import IMAGE, NAMES, build, tiled
 
 transformers = pytest.importorskip("transformers")
 PROMPT, ANSWER, LONG = [1, 7, IMAGE, 8, 9], [11, 12, 13], list(range(11, 60))
@@ -393,6 +394,14 @@ def test_token_activation_is_the_lens_minus_earlier_words(name: str, place: str)
         pl.explain(vit, image, "token-activation", head=pl.heads.Answer(PROMPT, ANSWER, against=[40], force=True))
 
 
+def test_auto_prefers_what_was_measured_to_be_better() -> None:
+    head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    methods = {
+        name: pl.explain(opened(name), image_of(name), "auto", head=head).method for name in ("llava", "qwen3_vl")
+    }
+    assert methods == {"llava": "genatt", "qwen3_vl": "grad"}
+
+
 def test_rows_of_attention_in_the_language_model_warn_of_sinks() -> None:
     image, head = image_of("llava"), pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
     with pytest.warns(DegenerateMap, match="attention of a language model often falls on its first tokens"):
@@ -449,6 +458,8 @@ def test_sentences_of_refusals() -> None:
         explain(answer=LONG, words=least)
     with pytest.warns(DegenerateMap, match="is not what LlavaForConditionalGeneration says for this image"):
         explain(answer=ANSWER, words="all")
+    with pytest.raises(Unsupported, match="which is an image in too many tiles to open; LlavaForCond"):
+        pl.wrap(transformers.LlavaNextForConditionalGeneration(tiled()), preprocess=pl.Preprocess((64, 64)))
     with pytest.raises(PatchlightError, match="choices are complete answers"):
         pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
     with pytest.raises(PatchlightError, match="place is 'end'"):
@@ -459,6 +470,50 @@ def test_sentences_of_refusals() -> None:
         pl.explain(opened("llava", "language"), image, "ixg.libra", head=pl.heads.Answer(PROMPT, ANSWER, force=True))
     with pytest.raises(PatchlightError, match=r"answers in words, so it needs a question: head=pl.heads.Answer\("):
         pl.explain(vit, image)
+
+
+def test_a_processor_that_cuts_tiles_is_asked_for_one_view() -> None:
+    """Its prompt then has as many image tokens as the picture makes visual tokens."""
+
+    class Processor:
+        tokenizer = type("Tokenizer", (), {"convert_ids_to_tokens": lambda self, i: "<image>"})()
+        chat_template = None
+        image_processor = type("Images", (), {"do_image_splitting": True})()
+
+        def __call__(self, text: str, images: Any, do_image_splitting: bool = True) -> Any:
+            assert text == "<image>What?"
+            return {"input_ids": [[1, *[IMAGE] * (20 if do_image_splitting else 4), 8]]}
+
+    prompts = Prompts.of(Processor(), None, IMAGE, "it")
+    assert prompts.prompt("What?", 4, (64, 64)) == [1, *[IMAGE] * 4, 8]
+    Processor.image_processor = None
+    with pytest.raises(PatchlightError, match="has 20 image tokens, but an image of 64 x 64 pixels makes 4: several"):
+        prompts.prompt("What?", 4, (64, 64))
+
+
+@pytest.mark.parametrize("name", ["idefics3", "internvl", "qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_all_visual_tokens_removed_leave_the_text_at_its_positions(name: str) -> None:
+    vit, image = asked(name), image_of(name)
+    logs = vit.answer_logs(vit.see_visual(image), torch.zeros(1, 0, dtype=torch.long))[0]
+    ids = torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)])
+    places = (ids != IMAGE).nonzero()[:, 0]
+    positions = torch.arange(len(ids))[None]
+    net: Any = vit.net
+    if name.startswith("qwen"):
+        grid = vit.pixels(image)["image_grid_thw"]
+        positions = net.model.get_rope_index(ids[None], (ids == IMAGE).long()[None], image_grid_thw=grid)[0]
+    language = net.get_submodule(vit.language_path)
+    text = net.get_input_embeddings()(ids[places])[None]
+
+    def read(**more: Any) -> Tensor:
+        more = {"attention_mask": torch.ones(1, len(places)), "use_cache": False, **more}
+        logits = net.lm_head(language(inputs_embeds=text, **more).last_hidden_state)[:, 3:6]
+        return logits.log_softmax(-1).gather(2, torch.tensor(ANSWER)[None, :, None])[..., 0]
+
+    close(logs, read(position_ids=positions[..., places]))
+    if not name.startswith("qwen"):  # renumbered; without an image, Qwen's text has these positions too
+        assert float((logs - read()).abs().max()) > 1e-3
 
 
 def _least(vit: Any, image: Tensor) -> list[str]:
@@ -489,6 +544,9 @@ def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_pa
         row, column = att.only(colour).top_patches(1)[0, 0].tolist()
         left, top, right, bottom = scene["box"]
         on.append(left - 8 < 8 * column < right and top - 8 < 8 * row < bottom)
+        hit = pl.evaluate(vit, photo, att.only(colour), "pointing-game", boxes=[[scene["box"]]])
+        assert float(hit.values[0]) == 1.0
+        assert [word.word for word in att.words[0] if not word.seen] == ["the", shape]
         with pytest.raises(PatchlightError, match=f"no map explains '{shape}'"):
             att.only(shape)
         with pytest.raises(PatchlightError, match=f"the image adds almost nothing to '{shape}'"):

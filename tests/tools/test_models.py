@@ -11,6 +11,7 @@ from tools.models import FIELDS, Row, as_csv, as_markdown, from_csv, probed, rea
 ROWS = table()
 SAMPLE = list({row.module: row for row in reversed(ROWS) if row.opens in ("plain", "staged")}.values())
 """One name of every module."""
+BUNDLED = {name for name in list_models() if name.startswith("pocket")}
 
 
 def test_the_table_covers_every_name_of_timm() -> None:
@@ -18,7 +19,7 @@ def test_the_table_covers_every_name_of_timm() -> None:
 
 
 def test_names_that_open_are_those_listed() -> None:
-    assert {row.name for row in ROWS if row.opens in ("plain", "staged", "unwalked")} | {"pocket"} == {*list_models()}
+    assert {row.name for row in ROWS if row.opens in ("plain", "staged", "unwalked")} | BUNDLED == {*list_models()}
     assert not [row.name for row in ROWS if row.opens == "failed"]
 
 

@@ -132,6 +132,8 @@ class Contract(ABC):
     """None if the attention found by the probe is all that a block does, otherwise the reason why not."""
     sinks: str = ""
     """Why rows of attention may say little about the image, if its attention falls on tokens that mean nothing."""
+    prefers: tuple[str, ...] = ()
+    """Methods that "auto" tries first, where others were measured to be better than its usual ones."""
     unordered: bool = False
     """Whether the cells of the grid have no neighbours, as the tiles of a bag."""
     pools_only: bool = False

@@ -32,6 +32,8 @@ from patchlight.anatomy.twin import Twin
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import Preprocess
 from patchlight.core.layout import Layout
+from patchlight.core.resize import to_pixels
+from patchlight.core.targets import Outputs, log_probabilities
 from patchlight.zoo import pocket
 
 Place = Literal["tower", "language"]
@@ -109,6 +111,7 @@ class AnswersAnatomy(TaskAnatomy):
     library = "transformers"
     task = "answers"
     reads_positions = True
+    prefers = ("genatt", "grad")  # see docs/results/answers.md
 
     def __init__(
         self,
@@ -334,7 +337,7 @@ class AnswersAnatomy(TaskAnatomy):
         """
         script, found = self.transcript, []
         for places, ids in zip(script.read, script.answers, strict=True):
-            logs = self._words_at(tokens[:, places - before]).log_softmax(-1)
+            logs = log_probabilities(self._words_at(tokens[:, places - before]), Outputs())
             found.append(
                 logs.flatten(1).to(tokens.dtype)  # rounded, as the probe expects of its type
                 if self.question is None
@@ -396,7 +399,7 @@ class AnswersAnatomy(TaskAnatomy):
         for ids in script.answers:
             length = len(ids)
             out = self.call(images, torch.cat([script.prompt, ids]), length)
-            logs = out.logits[:, -length - 1 : -1].float().log_softmax(-1)
+            logs = log_probabilities(out.logits[:, -length - 1 : -1].float(), Outputs())
             found.append(
                 logs.flatten(1).to(out.logits.dtype)
                 if self.question is None
@@ -593,8 +596,8 @@ class AnswersAnatomy(TaskAnatomy):
     def _see_order(self, image: Tensor) -> tuple[int, ...] | None:
         """The place of each patch among the tokens, found by changing patches whose number has a bit set."""
         cells = self.fine.cells
-        codes = torch.arange(1, cells + 1, device=image.device).view(1, 1, *self.fine.grid)
-        codes = torch.nn.functional.interpolate(codes.double(), self.geometry.size, mode="nearest").long()
+        codes = torch.arange(1.0, cells + 1, device=image.device).view(1, *self.fine.grid)
+        codes = to_pixels(codes, self.geometry.size, self.geometry.size, "nearest").long()[:, None]
         base = self.embed(image)[0]
         seen = torch.zeros(len(base), dtype=torch.long, device=image.device)
         for bit in range((cells + 1).bit_length()):
@@ -821,7 +824,8 @@ def _join_values(values: Sequence[Any], counts: Sequence[int], owner: Sequence[i
             return tensor
         number = order[id(tensor)]
         return torch.cat(
-            [leaves[run][number].index_select(axis, here) for run, here in zip(owner, at, strict=True)], axis
+            [leaves[run][number].movedim(axis, 0)[here].movedim(0, axis) for run, here in zip(owner, at, strict=True)],
+            axis,
         )
 
     return map_tensors(values[0], join)

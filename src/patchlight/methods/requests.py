@@ -67,7 +67,8 @@ class Request:
         if self.resolved_for is not None and self.resolved_for[0] is vit and self.resolved_for[1] == vit.overflows:
             return self
         if self.choices:
-            suited = [choice.suited(vit) for choice in self.choices]
+            order = {name: place for place, name in enumerate(vit.prefers)}
+            suited = [choice.suited(vit) for choice in sorted(self.choices, key=lambda each: order.get(each.name, 9))]
             chosen = next((choice for choice in suited if refusal(choice, vit) is None), suited[0])
             return replace(chosen, label=self.label)
         adapts, method = self.method.adapts, self.method

@@ -32,6 +32,11 @@ class Word(NamedTuple):
     gain: float
     tokens: tuple[int, ...]
 
+    @property
+    def seen(self) -> bool:
+        """Whether the image makes it more probable by more than 0.5 nats; a noun that is not may be hallucinated."""
+        return self.gain > VISUAL
+
 
 class Answer(Question):
     """The answer of a vision-language model to a prompt, or words of it.
@@ -185,7 +190,7 @@ class Answer(Question):
         if self.asked == "all":
             self.labels, self.tokens = [self.text], [list(range(count))]
         elif self.asked is None or self.asked == "visual":
-            seen = [word for word in self.words if word.gain > VISUAL or self.force]
+            seen = [word for word in self.words if word.seen or self.force]
             if not seen:
                 most = max(self.words, key=lambda word: word.gain, default=None)
                 best = f" (the largest gain is {most.gain:.2g} nats, of '{most.word}')" if most is not None else ""
