@@ -32,7 +32,7 @@ def test_a_word_is_explained_with_a_report(tmp_path: Path, monkeypatch: pytest.M
 
 def test_refusals() -> None:
     assert "--answer and --words need --prompt" in refused("explain", PHOTO, "--words", "black")
-    assert "--prompt is for a model that answers" in refused(*PROMPT, "--box", "1,2,3,4")
+    assert "--box and --prompt cannot be combined" in refused(*PROMPT, "--box", "1,2,3,4")
     assert "--prompt of the command line" in run("explain", PHOTO, "--model", "pocket-vlm", code=2).stderr
     assert "the image adds almost nothing to 'star'" in run(*PROMPT, "--words", "star", code=1).stderr
 
