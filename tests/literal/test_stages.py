@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.windows import Merging, Windows
+from patchlight.anatomy.windows import Grid, Merging, Windows
 from patchlight.core.targets import Targets
 from patchlight.evidence.passes import run_pass
 from patchlight.evidence.runner import FEATURES, LayerJob
@@ -309,9 +309,16 @@ def test_merging_splits_alike_and_keeps_the_sum() -> None:
     assert bool((floored[6] == 0).all() and (floored[:, 4] == 0).all() and (floored[:6, :4] == 0.25).all())
 
 
+def _tiled(grid: Grid, window: Grid, shift: Grid) -> Windows:
+    """Windows that tile a grid rolled by `shift` to the top left, padded at the bottom and on the right."""
+    slots = torch.arange(grid[0] * grid[1]).view(grid).roll((-shift[0], -shift[1]), (0, 1))
+    slots = torch.nn.functional.pad(slots, (0, -grid[1] % window[1], 0, -grid[0] % window[0]), value=-1)
+    return Windows(slots.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).flatten(2).flatten(0, 1))
+
+
 def test_values_in_windows_find_their_tokens() -> None:
     for grid, window, shift in (((4, 6), (2, 3), (1, 1)), ((5, 7), (4, 4), (2, 0))):
-        windows = Windows.of(grid, window, shift)
+        windows = _tiled(grid, window, shift)
         values = torch.randn(3, windows.tokens)
         torch.testing.assert_close(windows.pull(windows.queries(values)), values)
         padded = torch.rand(3 * windows.shape[0], windows.shape[1])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.parts import parts_of_timm
 from patchlight.core.fingerprints import modules_of
 
 
@@ -80,9 +81,7 @@ class DescribedAnatomy(Anatomy):
             yield
 
     def parts(self, index: int) -> Parts:
-        block = self.blocks[index]
-        projection = getattr(getattr(block, "attn", None), "proj", None)
-        return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None), projection)
+        return parts_of_timm(self.blocks[index])
 
 
 def _inner(function: Any) -> Any:

@@ -31,11 +31,11 @@ from patchlight.anatomy.intercepting import (
     gathered,
     make_skippable,
 )
-from patchlight.anatomy.locating import Slots, Stages
+from patchlight.anatomy.locating import Stages
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image
 from patchlight.anatomy.watching import AttentionTap, Unseen, watch_reach
-from patchlight.anatomy.windows import Bins, Merging
+from patchlight.anatomy.windows import Bins, Merging, Pooled, Reach, Windows
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 
 
@@ -67,7 +67,7 @@ class CrossedAnatomy(Anatomy):
     ) -> None:
         self.stage = stage
         self.paths, self.pools, self.attentions = list(paths), pools, list(attentions)
-        self.reaches: list[Slots | None] = []
+        self.reaches: list[Reach | None] = []
         """Which tokens the attention of each block connects, if not all with all."""
         self.stages, self.hierarchical = stages, stages is not None
         if stages is not None and stages.late:
@@ -151,11 +151,11 @@ class CrossedAnatomy(Anatomy):
 
     def _watch_reaches(self) -> None:
         """Let taps know the windows of each attention."""
-        for path, slots in zip(self.attentions, self.reaches, strict=False):
-            if slots is not None:
+        for path, reach in zip(self.attentions, self.reaches, strict=False):
+            if reach is not None:
                 attention: Any = self.net.get_submodule(path)
                 cuts_itself = hasattr(attention, "ws")  # Twins: its projection gets the tokens in order
-                watch_reach(attention, slots.reach(self.device), attention.proj if cuts_itself else None)
+                watch_reach(attention, reach.to(self.device), attention.proj if cuts_itself else None)
 
     def make_skippable(self) -> None:
         """Let the forward of the twin be intercepted at its blocks and classifiers."""
@@ -439,7 +439,7 @@ class CrossedAnatomy(Anatomy):
             self.can_drop = type(self).can_drop or self.see_drop(tokens)
             return self._see_pooling(last)
 
-    def _see_reach(self, index: int, tokens: Tensor) -> Slots | None:
+    def _see_reach(self, index: int, tokens: Tensor) -> Reach | None:
         """Which tokens the attention of a block connects; None if all, or if it cannot be found.
 
         Changing the tokens whose number has a bit set changes the scores of exactly the windows' places that hold them.
@@ -469,19 +469,19 @@ class CrossedAnatomy(Anatomy):
         if sorted(codes[codes > 0].tolist()) != numbers.tolist():
             return None
         allowed = base.softmax(-1).amax(1) > 1e-30  # a mask of large negative numbers, or of infinity
-        return Slots((codes - 1).cpu(), None if bool(allowed.all()) else allowed.cpu())
+        return Windows((codes - 1).cpu(), None if bool(allowed.all()) else allowed.cpu())
 
-    def _see_pooled(self, index: int, scores: Tensor) -> Slots | None:
+    def _see_pooled(self, index: int, scores: Tensor) -> Reach | None:
         """Attention to tokens that a convolution inside the block merges."""
         grid = cast(Stages, self.stages).grids[index]
         for module in self.blocks[index].modules():
             step = int(module.stride[0]) if isinstance(module, nn.Conv2d) else 1
             coarse = grid[0] // step, grid[1] // step
             if step > 1 and tuple(scores.shape[-2:]) == (math.prod(grid), math.prod(coarse)):
-                return Slots(merging=Merging((grid[0], grid[1]), coarse, step, step))
+                return Pooled(Merging((grid[0], grid[1]), coarse, step, step))
             side = cast(int, module.output_size) if isinstance(module, nn.AdaptiveAvgPool2d) else 0
             if tuple(scores.shape[-2:]) == (math.prod(grid), side**2):
-                return Slots(merging=Bins((grid[0], grid[1]), (side, side)))
+                return Pooled(Bins((grid[0], grid[1]), (side, side)))
         return None
 
     def _see_beyond(self, before: Tensor) -> str:

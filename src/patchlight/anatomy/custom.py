@@ -15,6 +15,7 @@ from patchlight.anatomy.families import read_anatomy
 from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.parts import parts_of_timm
 from patchlight.anatomy.probe import BY_HAND, alike, random_image
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, first_line, warn
 from patchlight.core.images import Preprocess
@@ -109,11 +110,7 @@ class CustomAnatomy(CrossedAnatomy):
         return asked
 
     def parts(self, index: int) -> Parts:
-        if self._inside is not None:
-            return self._inside.parts(index)
-        block = self.blocks[index]
-        projection = getattr(getattr(block, "attn", None), "proj", None)
-        return Parts(getattr(block, "norm1", None), getattr(block, "norm2", None), projection)
+        return parts_of_timm(self.blocks[index]) if self._inside is None else self._inside.parts(index)
 
     def projection(self) -> nn.Module | None:
         return super().projection() if self._inside is None else self._inside.projection()

@@ -116,6 +116,7 @@ def discover(
     inputs: Tensor,
     prepare: Callable[[nn.Module], None] = lambda net: None,
     dims: Sequence[int] = (1, 2),
+    patches: Convolution | None = None,
 ) -> Discovery | None:
     """Find the blocks of a model: the outermost modules of one class in a list that each contain one attention.
 
@@ -125,6 +126,7 @@ def discover(
         inputs: Two different inputs [2,...].
         prepare: What is done to the copy before.
         dims: The dimensions of one input, in the order of the axes of the grid.
+        patches: How inputs are cut into patches, where that is no convolution of the model.
 
     Returns:
         None where there is no attention between tokens.
@@ -147,7 +149,7 @@ def discover(
         [(1, *tokens.shape[1:]) for tokens in entries],
         [(1, *watch.outputs[id(module)].shape[1:]) for module in chosen],
         len(watch.stacks) > watch.ends[last],
-        watch.convolutions(chosen),
+        watch.convolutions(chosen) if patches is None else {0: [patches]},
         _constant(entries[0]),
         tuple(dims),
         heads=watch.heads[watch.ends[last] - 1],
@@ -156,8 +158,8 @@ def discover(
     def embed(some: Tensor) -> Tensor:
         try:
             run(net, some)
-        except _Reached as reached:
-            return reached.tokens
+        except Entered as entered:
+            return entered.tokens
         raise AssertionError("the first block is called")
 
     chosen[0].register_forward_pre_hook(_stop, with_kwargs=True)
@@ -191,8 +193,8 @@ def channels_last(shape: Sequence[int]) -> bool:
     return shape[1] == shape[2] != shape[3]
 
 
-class _Reached(BaseException):
-    """Raised where the first block is called."""
+class Entered(BaseException):
+    """Raised when a block is called; a BaseException, so that the module's own handlers do not catch it."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -200,7 +202,7 @@ class _Reached(BaseException):
 
 
 def _stop(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    raise _Reached(tensors_in([args, kwargs])[0])
+    raise Entered(tensors_in([args, kwargs])[0])
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from patchlight.anatomy.discovery import Entered as Entered
 from patchlight.anatomy.discovery import map_tensors, tensors_in
 from patchlight.anatomy.watching import AttentionCall
 
@@ -182,14 +183,6 @@ def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int) -> Tensor:
     else:
         found = value.movedim(axes[0], 0)[index].movedim(1, axes[0] + 1)
     return found[:, None] if alone else found
-
-
-class Entered(BaseException):
-    """Raised when a block is called; a BaseException, so that the module's own handlers do not catch it."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        super().__init__()
-        self.tokens = tokens
 
 
 _LOCAL = threading.local()

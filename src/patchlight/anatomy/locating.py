@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.discovery import Discovery, discover
+from patchlight.anatomy.discovery import Convolution, Discovery, discover
 from patchlight.anatomy.probe import BY_HAND
-from patchlight.anatomy.windows import Merging, Pooled, Reach, Windows
+from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, first_line
 from patchlight.core.layout import Geometry
 
@@ -54,21 +54,6 @@ class Stages:
         return Merging(fine, coarse, kernel, stride, padding)
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Which tokens an attention connects: windows as in `Windows`, or pooled keys as in `Pooled`; without a device."""
-
-    slots: Tensor | None = None
-    allowed: Tensor | None = None
-    merging: Merging | None = None
-
-    def reach(self, device: torch.device) -> Reach:
-        """The same on a device."""
-        if self.slots is None:
-            return Pooled(cast(Merging, self.merging))
-        return Windows(self.slots.to(device), None if self.allowed is None else self.allowed.to(device))
-
-
 def found_in(
     model: nn.Module,
     run: Callable[[nn.Module, Tensor], Any],
@@ -76,12 +61,13 @@ def found_in(
     name: str,
     prepare: Callable[[nn.Module], None] = lambda net: None,
     dims: Sequence[int] = (1, 2),
+    patches: Convolution | None = None,
 ) -> Discovery:
     """The blocks of a model, found by running it on two random inputs of this shape."""
     like = next(p for p in model.parameters() if p.is_floating_point())
     inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        found = discover(model, run, inputs, prepare, dims)
+        found = discover(model, run, inputs, prepare, dims, patches)
     except PatchlightError as error:
         raise PatchlightError(f"{name} cannot be opened: {error}") from error
     except Exception as error:

@@ -53,6 +53,11 @@ def named_parts(block: nn.Module) -> Parts:
     return Parts(**found, value=value, qkv=qkv)
 
 
+def parts_of_timm(block: nn.Module) -> Parts:
+    """The norms and the output projection of a block that a user wrote, if they have timm's names."""
+    return Parts(find(block, "norm1"), find(block, "norm2"), find(block, "attn.proj"))
+
+
 def _maps(attention: Any) -> tuple[Any, Any]:
     """`Parts.value` and `Parts.qkv` of an attention module."""
     fused, both = find(attention, "qkv"), find(attention, "in_proj_weight")

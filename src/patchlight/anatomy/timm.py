@@ -31,6 +31,8 @@ class TimmAnatomy(CrossedAnatomy):
     library = "timm"
     plain_ends = True
     """Whether embedding and head can be those of a plain ViT."""
+    lists: tuple[str, ...] = ("blocks",)
+    """The lists of blocks, in order."""
 
     def __init__(
         self, whole: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **about: Any
@@ -45,10 +47,10 @@ class TimmAnatomy(CrossedAnatomy):
             heads = model.get_classifier()
             heads = {id(getattr(head, "fc", head)) for head in (heads if isinstance(heads, tuple) else (heads,))}
             self.head_paths = [key for key, module in whole.named_modules() if id(module) in heads]
-        paths = [f"{self._body}.{each}".strip(".") for each in self.block_paths(body)]
+        inside = [f"{name}.{index}" for name in self.lists for index in range(len(getattr(body, name)))]
         super().__init__(
             whole,
-            paths=paths,
+            paths=[f"{self._body}.{each}".strip(".") for each in inside],
             grid=grid,
             extent=(grid[0] * cell[0], grid[1] * cell[1]),
             prefix=int(getattr(model, "num_prefix_tokens", getattr(model, "cls_token", None) is not None)),
@@ -58,10 +60,6 @@ class TimmAnatomy(CrossedAnatomy):
         )
         if getattr(model, "global_pool", "") == "prr" and getattr(model.attn_pool, "pool", "") == "token":
             self.pool_query = "cls"
-
-    def block_paths(self, body: Any) -> list[str]:
-        """The paths of the blocks in the module that has them."""
-        return [f"blocks.{index}" for index in range(len(body.blocks))]
 
     @property
     def inner(self) -> Any:

@@ -18,9 +18,19 @@ _GRID = "neighbouring patches interact in its {}, so the grid must be complete"
 
 
 class OtherAnatomy(TimmAnatomy):
-    """A transformer with rotary or relative positions."""
+    """A transformer with rotary or relative positions, or with blocks of which only the norms are read."""
 
     plain_ends = False
+    norms = ("norm1", "norm2")
+    """The norms before attention and before the MLP."""
+    beside = ""
+    """What its blocks do beside attention and MLP; "" where their parts are read like those of a ViT."""
+
+    def parts(self, index: int) -> Parts:
+        if not self.beside:
+            return super().parts(index)
+        norms = (getattr(self.blocks[index], name) for name in self.norms)
+        return Parts(*(norm.norm if isinstance(norm, _Shown) else norm for norm in norms), beyond=self.beside)
 
 
 class EncoderAnatomy(OtherAnatomy):
@@ -42,12 +52,11 @@ class EncoderAnatomy(OtherAnatomy):
 class GemmaAnatomy(OtherAnatomy):
     """Gemma 4's image encoder with a classifier: norms before and after attention and MLP."""
 
+    norms = ("norm1", "norm3")
+    beside = "norms also follow its attention and MLP"
+
     def projection(self) -> nn.Module | None:
         return cast(nn.Module, self.inner.patch_embed.input_proj)
-
-    def parts(self, index: int) -> Parts:
-        block: Any = self.blocks[index]
-        return Parts(block.norm1, block.norm3, beyond="norms also follow its attention and MLP")
 
 
 class SamAnatomy(OtherAnatomy):
@@ -56,10 +65,7 @@ class SamAnatomy(OtherAnatomy):
     can_drop = _GRID.format("windows")
     can_rule = "its attention includes a position bias that depends on the queries"
     can_attend = "its blocks attend within windows, and fold heads into the batch"
-
-    def parts(self, index: int) -> Parts:
-        block: Any = self.blocks[index]
-        return Parts(block.norm1, block.norm2, beyond="its attention is within windows")
+    beside = "its attention is within windows"
 
 
 class LateAnatomy(OtherAnatomy):
@@ -67,6 +73,8 @@ class LateAnatomy(OtherAnatomy):
 
     Here it is among the tokens from the start, and earlier blocks leave it unchanged.
     """
+
+    beside = "its CLS token joins the patches late"
 
     @property
     def joins(self) -> int:
@@ -85,7 +93,7 @@ class LateAnatomy(OtherAnatomy):
     def watch(self) -> None:
         block: Any
         for block in self.blocks[: self.joins]:
-            block.norm1, block.norm2 = _Beside(block.norm1), _Beside(block.norm2)
+            block.norm1, block.norm2 = _Shown(block.norm1), _Shown(block.norm2)
         super().watch()
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -93,14 +101,8 @@ class LateAnatomy(OtherAnatomy):
             return torch.cat([tokens[:, :1], super().block(index, tokens[:, 1:])], 1)
         return super().block(index, tokens)
 
-    def parts(self, index: int) -> Parts:
-        block: Any = self.blocks[index]
-        early = index < self.joins
-        norms = (block.norm1.norm, block.norm2.norm) if early else (block.norm1, block.norm2)
-        return Parts(*norms, beyond="its CLS token joins the patches late")
 
-
-class _Beside(nn.Module):
+class _Shown(nn.Module):
     """A norm of a twin that shows all tokens to taps, although the first is not part of its block."""
 
     def __init__(self, norm: nn.Module) -> None:
@@ -118,9 +120,7 @@ class CaitAnatomy(LateAnatomy):
     """
 
     can_rule = "its attention is mixed over heads after the softmax"
-
-    def block_paths(self, body: Any) -> list[str]:
-        return super().block_paths(body) + [f"blocks_token_only.{i}" for i in range(len(body.blocks_token_only))]
+    lists = ("blocks", "blocks_token_only")
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if index < self.joins:
@@ -145,9 +145,7 @@ class XcitAnatomy(LateAnatomy):
     can_drop = _GRID.format("convolutions")
     can_rule = "its blocks attend between channels, and have convolutions"
     can_attend = "its blocks attend between channels, not between tokens"
-
-    def block_paths(self, body: Any) -> list[str]:
-        return super().block_paths(body) + [f"cls_attn_blocks.{i}" for i in range(len(body.cls_attn_blocks))]
+    lists = ("blocks", "cls_attn_blocks")
 
     def projection(self) -> nn.Module | None:
         return None

@@ -90,6 +90,10 @@ class Reach(ABC):
     shape: tuple[int, int, int]
     """W, n and m."""
 
+    def to(self, device: torch.device) -> Reach:
+        """The same on a device."""
+        return self
+
     def misses(self, seen: Tensor) -> str | None:
         """Why it does not describe attention [B*W,H,n,m] of one image; None if it does."""
         windows, queries, keys = self.shape
@@ -147,25 +151,8 @@ class Windows(Reach):
         self.shape = (*slots.shape, slots.shape[1])
         self._places = slots.flatten().argsort()[slots.numel() - self.tokens :]
 
-    @classmethod
-    def of(
-        cls,
-        grid: Grid,
-        window: Grid,
-        shift: Grid = (0, 0),
-        allowed: Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> Windows:
-        """Windows that tile a grid rolled by `shift` to the top left, padded at the bottom and on the right.
-
-        >>> Windows.of((2, 4), (2, 2), (0, 1)).written(torch.ones(1, 2, 4, 4))[0, 0]
-        tensor([1., 0., 0., 1., 1., 0., 0., 1.])
-        """
-        rows, columns = grid
-        slots = torch.arange(rows * columns, device=device).view(rows, columns).roll((-shift[0], -shift[1]), (0, 1))
-        slots = F.pad(slots, (0, -columns % window[1], 0, -rows % window[0]), value=-1)
-        tiles = slots.unfold(0, window[0], window[0]).unfold(1, window[1], window[1])
-        return cls(tiles.flatten(2).flatten(0, 1), allowed)
+    def to(self, device: torch.device) -> Windows:
+        return Windows(self._slots.to(device), self._allowed.to(device))
 
     def queries(self, values: Tensor) -> Tensor:
         return values[..., self._slots] * self._real.to(values.dtype)
