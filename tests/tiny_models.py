@@ -39,7 +39,7 @@ class TinyModel:
 
     Args:
         make: Builds it.
-        structure: The kind of structure: plain, bias, staged, map, video, sound, volume or none.
+        structure: The kind of structure: plain, bias, naflex, staged, map, video, sound, volume or none.
         shape: The shape of one input.
         grid: The grid of its tokens; None if it has stages.
         prefix: Number of tokens before the grid.
@@ -228,7 +228,9 @@ CLASSIFIERS: dict[str, TinyModel] = {
         _hf("Data2VecVisionForImageClassification", **BASE, use_relative_position_bias=True), "bias", **_PLAIN
     ),
     "Data2Vec-shared": TinyModel(_hf("Data2VecVisionForImageClassification", **BASE, **_SHARED), "bias", **_PLAIN),
-    "SigLIP2": TinyModel(_vision("Siglip2ForImageClassification", **_NAFLEX), "naflex", refused="NaFlex"),
+    "SigLIP2": TinyModel(
+        _vision("Siglip2ForImageClassification", **_NAFLEX), "naflex", **{**_PLAIN, "prefix": 0}, quick=True
+    ),
     "Swin": TinyModel(_hf("SwinForImageClassification", **_SWIN), "staged", quick=True),
     "DonutSwin": TinyModel(_hf("DonutSwinForImageClassification", **_SWIN), "staged"),
     "SwinV2": TinyModel(_hf("Swinv2ForImageClassification", **_SWIN), "staged"),
@@ -285,19 +287,24 @@ CLASSIFIERS: dict[str, TinyModel] = {
         refused="colour",
     ),
     "Perceiver-learned": TinyModel(
-        _hf("PerceiverForImageClassificationLearned", **_PERCEIVER), "none", refused="image"
+        _hf("PerceiverForImageClassificationLearned", **{**_PERCEIVER, "image_size": 32}),
+        "map",
+        (3, 32, 32),
+        (32, 32),
+        drops=True,
+        quick=True,
     ),
     "Perceiver-Fourier": TinyModel(
         _hf("PerceiverForImageClassificationFourier", **{**_PERCEIVER, "d_model": 261}),
-        "none",
+        "map",
         (3, 224, 224),
-        refused="image",
+        drops=True,
     ),
     "Perceiver-convolutions": TinyModel(
         _hf("PerceiverForImageClassificationConvProcessing", **{**_PERCEIVER, "d_model": 322}),
-        "none",
+        "map",
         (3, 224, 224),
-        refused="image",
+        drops=True,
     ),
     **{
         kind.removesuffix("ForImageClassification"): TinyModel(
@@ -379,9 +386,20 @@ def inputs(name: str, count: int = 2, seed: int = 1) -> Tensor:
     return smooth * 1.2 + 0.3 * torch.randn(count, *shape, generator=generator)
 
 
+def packed(model: nn.Module, batch: Tensor, padding: int = 0) -> Any:
+    """The output of a NaFlex model for images as transformers' processor gives them, with random padding."""
+    module = pytest.importorskip("transformers.models.siglip2.image_processing_siglip2")
+    patches = torch.stack([module.convert_image_to_patches(image, 16) for image in batch])
+    noise = torch.randn(len(batch), padding, patches.shape[2], generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(len(batch), patches.shape[1] + padding)
+    mask[:, patches.shape[1] :] = 0
+    shapes = torch.tensor([[side // 16 for side in batch.shape[2:]]] * len(batch))
+    return model(pixel_values=torch.cat([patches, noise], 1), pixel_attention_mask=mask, spatial_shapes=shapes)
+
+
 def logits(name: str, batch: Tensor) -> Tensor:
     """The logits of the user's own model."""
-    out: Any = tiny(name)(batch)
+    out: Any = packed(tiny(name), batch) if MODELS[name].structure == "naflex" else tiny(name)(batch)
     out = getattr(out, "logits", out)
     found: Tensor = out if isinstance(out, Tensor) else out[0]
     return found

@@ -5,6 +5,7 @@ One model of each structure runs in the quick tests, the others in `make test-al
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from patchlight.evidence.coalitions import Unseen
 from patchlight.testing import check_method
 from tests.families import CLASSES
 from tests.helpers import assert_near, quick_map, refuses
+from tests.helpers import tiny as small_vit
 from tests.tiny_models import (
     CLASSIFIERS,
     GRIDS,
@@ -31,6 +33,7 @@ from tests.tiny_models import (
     inputs,
     logits,
     opened,
+    packed,
     preprocess,
     tiny,
 )
@@ -183,6 +186,54 @@ def test_rotary_positions_stay_with_their_cells() -> None:
         assert not torch.allclose(vit.block(0, tokens), vit.block(0, tokens, keep), atol=1e-2)
 
 
+def test_images_of_any_aspect_have_their_grids() -> None:
+    """SigLIP2: padding content has no influence, and each size alone equals a padded batch."""
+    vit = opened("SigLIP2")
+    for height, width in ((64, 64), (32, 96), (16, 48)):
+        batch = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(height))
+        own, same = vit.fit(batch)
+        assert tuple(own.grid) == (height // 16, width // 16)
+        assert own is vit.fit(same)[0]
+        for padding in (0, 5):
+            with torch.no_grad():
+                assert_near(own.logits(batch), packed(vit.model, batch, padding).logits, 2e-6)
+        maps = pl.explain(vit, batch, "genatt", target=1)
+        assert maps.scores.shape == (2, *own.grid)
+        alone = pl.explain(vit, batch[1:], "genatt", target=1).scores
+        assert_near(maps.scores[1:], alone, LIMIT)
+
+
+def test_photographs_are_cut_as_the_processor_does() -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.Siglip2ImageProcessor(max_num_patches=16)
+    vit = pl.wrap(tiny("SigLIP2"), name="SigLIP2", processor=processor)
+    noise = torch.randint(0, 256, (75, 130, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
+    given = processor(noise, return_tensors="pt")
+    wide = vit.fit(noise)[0]
+    assert list(wide.grid) == given["spatial_shapes"][0].tolist()
+    with torch.no_grad():
+        assert_near(wide.logits(wide.batch(noise)), vit.model(**given).logits, 0.02)  # pixels are rounded differently
+    assert vit.predict(noise) == wide.predict(noise)
+    assert pl.explain(vit, [noise, noise], "genatt").scores.shape == (2, *wide.grid)
+    refuses("give images of one size at a time", pl.explain, vit, [noise, noise[:70, :70]], "genatt")
+    refuses("multiples of it", pl.explain, vit, torch.zeros(1, 3, 40, 64), "genatt")
+
+
+def test_perceiver_is_explained_by_pixels() -> None:
+    """Its blocks read the image again, so it is opened at their input: gradients and pixels work, blocks do not."""
+    vit, batch = opened("Perceiver-learned"), inputs("Perceiver-learned", 1)
+    with torch.no_grad():
+        assert_near(vit.logits(batch), logits("Perceiver-learned", batch), LIMIT)
+    keep = torch.arange(0, vit.cells, 3)[None]
+    mask = torch.zeros(1, vit.cells).scatter(1, keep, 1)
+    with torch.no_grad(), vit.steady():
+        dropped = vit.readout(vit.run(vit.embed(batch), keep=keep))
+        assert_near(dropped, vit.model(batch, attention_mask=mask).logits, LIMIT)
+        assert not torch.allclose(dropped, vit.logits(batch), atol=1e-4), "nothing was removed"
+    assert quick_map(vit, batch, "gradcam").isfinite().all()
+    refuses("opened as a feature map", pl.explain, vit, batch, "genatt")
+
+
 def test_vit_msn_has_the_map_of_a_vit_with_its_weights() -> None:
     transformers = pytest.importorskip("transformers")
     msn: Any = tiny("ViTMSN")
@@ -243,6 +294,7 @@ def test_swin_of_transformers_and_of_timm_have_equal_logits_and_maps() -> None:
 
 
 IMPULSES: dict[str, tuple[tuple[int, ...], list[list[int]]]] = {
+    "SigLIP2": ((0, 20, 50), [[1, 3]]),
     "VideoMAE": ((3, 0, 20, 50), [[1, 1, 3]]),
     "ViViT": ((3, 0, 20, 50), [[1, 1, 3]]),
     "V-JEPA2": ((3, 0, 20, 50), [[1, 1, 3]]),
@@ -273,6 +325,61 @@ def test_hiera_tokens_are_where_its_own_feature_maps_have_them() -> None:
     (own,) = [m for m in maps if m.shape[1:] == (*vit.grid, tokens.shape[2])]
     assert_near(torch.stack([vit.patches(channel) for channel in tokens.unbind(2)], 3), own, LIMIT)
     assert not torch.allclose(tokens.unflatten(1, vit.grid), own), "its tokens are in order"
+
+
+def test_an_impulse_moves_the_token_of_its_cell_in_hiera() -> None:
+    vit = pl.wrap(tiny("Hiera"), stage=0, preprocess=preprocess("Hiera"))
+    batch = torch.zeros(2, 3, 64, 64)
+    batch[1, 0, 4 * 9, 4 * 6] = 1  # the centre of one window of 7 x 7 pixels, 4 apart, and in no other
+    with vit.steady(), torch.no_grad():
+        blank, impulse = vit.embed(batch)
+    moved = vit.patches((impulse - blank).abs().amax(-1)[None])[0]
+    assert moved.nonzero().tolist() == [[9, 6]]
+
+
+def test_the_map_of_a_video_follows_its_frames_only_with_their_positions() -> None:
+    batch = inputs("VideoMAE")
+    swapped = torch.cat([batch[:, 2:], batch[:, :2]], 1)  # tubelets of two frames
+    model: Any = copy.deepcopy(tiny("VideoMAE"))
+    table = model.videomae.embeddings.position_embeddings
+    half = table.shape[1] // 2
+    model.videomae.embeddings.position_embeddings = torch.cat([table[:, half:], table[:, :half]], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pl.AssumedPreprocess)
+        moved = pl.wrap(model)
+    still = batch[:, :1].expand(-1, 4, -1, -1, -1)
+    for given, other in ((batch, swapped), (still, still)):
+        turned = quick_map(opened("VideoMAE"), given, "genatt", target=1).flip(1)
+        assert_near(quick_map(moved, other, "genatt", target=1), turned, LIMIT)
+        own = quick_map(opened("VideoMAE"), other, "genatt", target=1)
+        assert float((own - turned).abs().max() / turned.abs().max()) > 1e-3
+
+
+class Twice(torch.nn.Module):
+    """A ViT whose head, or what is between its blocks, reads the image once more."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.vit = where, small_vit()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.where == "head":
+            found: Tensor = self.vit(images) + images.mean((1, 2, 3))[:, None]
+            return found
+        tokens = self.vit.norm_pre(self.vit._pos_embed(self.vit.patch_embed(images)))
+        for block in self.vit.blocks:
+            tokens = block(tokens) + self.vit.patch_embed(images).mean(1, keepdim=True)
+        return self.vit.forward_head(self.vit.norm(tokens))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("where", "words"), [("head", "its head also reads the image"), ("between", "does more than")])
+def test_a_model_that_reads_the_image_twice_is_refused_in_one_sentence(where: str, words: str) -> None:
+    refuses(words, pl.wrap, Twice(where))
+
+
+def test_wrong_videos_are_refused_in_one_sentence() -> None:
+    refuses("this model takes [B,4,3,64,64]", pl.explain, opened("VideoMAE"), torch.randn(1, 6, 3, 64, 64), "genatt")
+    refuses("no videos were given", pl.explain, opened("VideoMAE"), [], "genatt")
 
 
 @pytest.mark.parametrize("place", [(60, 5), (5, 30)])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
-from patchlight.anatomy.discovery import Discovery
+from patchlight.anatomy.discovery import Convolution, Discovery
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
@@ -60,8 +60,11 @@ _KNOWN: dict[str, PublishedFor] = {
 }
 _OTHERS = PublishedFor(Preprocess((224, 224), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bicubic", "squash", "down"), True)
 _REFUSED = {
-    "Siglip2": "it is a SigLIP2 of the NaFlex kind, which cuts every image into its own grid, so there is no common "
-    "patch grid; SigLIP2 of a fixed size (SiglipModel) works",
+    **dict.fromkeys(
+        ("Siglip2Model", "Siglip2VisionModel"),
+        "it is a SigLIP2 of the NaFlex kind, which cuts every image into its own grid, so there is no common "
+        "patch grid; Siglip2ForImageClassification and SigLIP2 of a fixed size (SiglipModel) work",
+    ),
     "ImageGPT": "its input is the colour cluster of each pixel, not an image",
     **dict.fromkeys(
         ("Bit", "ConvNext", "EfficientNet", "HGNetV2", "MobileNet", "RegNet", "ResNet", "TextNet", "PPLCNet"),
@@ -69,20 +72,24 @@ _REFUSED = {
     ),
 }
 """Why models whose class begins like this cannot be opened."""
-_MAPS = ("Dinat", "FocalNet", "Levit", "MobileViT", "PoolFormer", "SwiftFormer")
-"""Networks of stages that are opened as a feature map: hybrids, and those without attention between all tokens."""
+_MAPS = ("Dinat", "FocalNet", "Levit", "MobileViT", "Perceiver", "PoolFormer", "SwiftFormer")
+"""Networks that are opened as a feature map: hybrids, and those without attention between all tokens."""
 _CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 _CORNERS: tuple[Literal["down", "inward", "nearest"], ...] = ("down", "inward", "nearest")
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
 
 class Inputs(NamedTuple):
-    """What a model takes: the shape of one input, its size along each axis of the grid, and where these axes are."""
+    """What a model takes: the shape of one input, its size along each axis of the grid, and where these axes are.
+
+    `patches` is how images are cut if that is no convolution of the model.
+    """
 
     shape: tuple[int, ...]
     size: tuple[int, ...]
     dims: tuple[int, ...] = (1, 2)
     axes: tuple[str, ...] = IMAGE_AXES
+    patches: Convolution | None = None
 
 
 def described(
@@ -104,9 +111,7 @@ def described(
     processor = getattr(processor, "image_processor", processor)  # an image-text configuration
     if "preprocess" not in about:
         about["preprocess"] = (
-            _assume_preprocess(published, native, name)
-            if processor is None
-            else as_processed(processor, channels, name)
+            assume_preprocess(published, native, name) if processor is None else as_processed(processor, channels, name)
         )
     size = about["preprocess"].size
     if not any_size and size != native:
@@ -138,7 +143,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         known = self.known.get(type(model).__name__, _OTHERS)
         about = described(model, known, self.classifies, name=name, labels=labels, processor=processor, **about)
         inputs = self.inputs(model.config, about)
-        found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims)
+        found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims, inputs.patches)
         self.head_paths = [path for path in _CLASSIFIERS if _find(model, path) is not None] if self.classifies else []
         about |= located(self.seen_blocks(found, model), inputs.size, stage, about["name"])
         super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **about)
@@ -194,6 +199,12 @@ class HuggingFaceMap(FeatureMapAnatomy):
     library = "transformers"
 
 
+class PerceiverAnatomy(HuggingFaceMap):
+    """Perceiver, whose blocks read its inputs again and again: it has no blocks here, and its inputs can be dropped."""
+
+    can_drop = None
+
+
 class VideoAnatomy(HuggingFaceAnatomy):
     """A video classifier of transformers: inputs [B,frames,C,H,W], on a grid of time, rows and columns."""
 
@@ -229,12 +240,19 @@ class SoundAnatomy(HuggingFaceAnatomy):
 def read_hf(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
     """The anatomy of a transformers classifier of images, videos or spectrograms, or None."""
     kind = type(model).__name__
+    if kind == "Siglip2ForImageClassification":
+        from patchlight.anatomy.naflex import NaFlexAnatomy
+
+        return NaFlexAnatomy(model, stage=stage, **about)
     if "ForImageClassification" in kind:
         check_kind(kind, about.get("name") or kind)
         if not kind.startswith(_MAPS):
             return HuggingFaceAnatomy(model, stage=stage, **about)
         given = {"name": None, "labels": None, "processor": None} | about
-        return read_feature_map(model, stage, HuggingFaceMap, described(model, _OTHERS, True, **given))
+        about = described(model, _OTHERS, True, **given)
+        if kind.startswith("Perceiver"):
+            return read_feature_map(model, 0, PerceiverAnatomy, about, ["perceiver.input_preprocessor"])
+        return read_feature_map(model, stage, HuggingFaceMap, about)
     if "ForVideoClassification" in kind:
         return (TurnsAnatomy if kind.startswith("Timesformer") else VideoAnatomy)(model, stage=stage, **about)
     if kind == "ASTForAudioClassification":
@@ -337,7 +355,7 @@ def _times(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _assume_preprocess(published: Preprocess, size: tuple[int, int], name: str) -> Preprocess:
+def assume_preprocess(published: Preprocess, size: tuple[int, int], name: str) -> Preprocess:
     """The preprocessing of a family's published models, for a model without a processor; warns once.
 
     DINOv2 was trained on 518 pixels, but its classifiers are published for images of 224.

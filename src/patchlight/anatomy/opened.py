@@ -49,7 +49,8 @@ class Running:
 
     twin: Twin
     net: Any = None
-    views: dict[Computing, Anatomy] = field(default_factory=dict)
+    views: dict[Any, Anatomy] = field(default_factory=dict)
+    """By how they compute, or by the size of their images."""
     lock: Any = field(default_factory=threading.RLock)
     probing: bool = False
     sites: Any = None
