@@ -338,30 +338,16 @@ class CrossedAnatomy(Anatomy):
                 return site.run()
             raise Entered(site.tokens)
 
+        return self.flat(self.stopped(images, self.replay({index: tokens}, index - 1, stop, index > 0), index > 0))
+
+    def stopped(self, images: Tensor, at: Callable[[Site], Any], blank: bool = False) -> Tensor:
+        """The tokens at which `at` stops the forward."""
         try:
-            with self.intercepted(self.replay({index: tokens}, index - 1, stop, index > 0), index > 0):
+            with self.intercepted(at, blank):
                 self.run_model(images)
         except Entered as entered:
-            return self.flat(entered.tokens)
+            return entered.tokens
         raise PatchlightError(f"the forward of {self.name} does not call the blocks of its {self.blocks_name}")
-
-    def after_first(self, images: Tensor) -> list[Tensor]:
-        """The output of the first block."""
-        out: list[Tensor] = []
-
-        def at(site: Site) -> Any:
-            result = site.run()
-            if self.sites.index(site.module) is None:
-                return result
-            out.extend(tensors_in(result))
-            raise Entered(out[0])
-
-        try:
-            with crossing(at), self._flowing():
-                self.run_model(images)
-        except Entered:
-            return out
-        raise PatchlightError(f"the forward of {self.name} does not call '{self.paths[0]}'")
 
     def _behind(
         self, tokens: States, images: Tensor | None = None, see: Callable[[Tensor], None] = lambda features: None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.discovery import channels_last, discover_stages, map_tensors, tensors_in
-from patchlight.anatomy.intercepting import BlockCall
+from patchlight.anatomy.intercepting import BlockCall, Entered, Site
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 
@@ -23,7 +23,7 @@ class FeatureMapAnatomy(CrossedAnatomy):
     as it is. `last` is whether a map is [B,h,w,D].
     """
 
-    can_drop = "its stages need a complete grid of patches"
+    can_drop: str | None = "its stages need a complete grid of patches"
 
     def __init__(
         self, model: nn.Module, *, path: str, shapes: Sequence[Sequence[int]], last: bool = False, **about: Any
@@ -47,8 +47,17 @@ class FeatureMapAnatomy(CrossedAnatomy):
         return ()
 
     def embed(self, images: Tensor) -> Tensor:
-        first, *beside = self.after_first(images)
-        return torch.cat([*beside, self.flat(first)], 1) if self.accompanied else self.flat(first)
+        beside: list[Tensor] = []
+
+        def at(site: Site) -> Any:
+            out = site.run()
+            if self.sites.index(site.module) is None:
+                return out
+            first, *beside[:] = tensors_in(out)
+            raise Entered(first)
+
+        tokens = self.flat(self.stopped(images, at))
+        return torch.cat([*beside, tokens], 1) if self.accompanied else tokens
 
     def answer(self, call: BlockCall, tokens: Tensor) -> Any:
         first = tensors_in(call.returned)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class NaFlexAnatomy(HuggingFaceAnatomy):
                 input_shape=(self.channels, *size),
                 bare=None if self.bare is None else self.bare.sized(size),
             )
-        return views[size]
+        return cast(Self, views[size])
 
     def _check_size(self, size: tuple[int, int], name: str) -> None:
         if any(side % self.patch for side in size):

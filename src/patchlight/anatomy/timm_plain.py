@@ -29,8 +29,9 @@ class OtherAnatomy(TimmAnatomy):
     def parts(self, index: int) -> Parts:
         if not self.beside:
             return super().parts(index)
-        norms = (getattr(self.blocks[index], name) for name in self.norms)
-        return Parts(*(norm.norm if isinstance(norm, _Shown) else norm for norm in norms), beyond=self.beside)
+        norms = [getattr(self.blocks[index], name) for name in self.norms]
+        first, second = (norm.norm if isinstance(norm, _Shown) else norm for norm in norms)
+        return Parts(first, second, beyond=self.beside)
 
 
 class EncoderAnatomy(OtherAnatomy):
