@@ -163,6 +163,7 @@ class Written:
         return x[0].flatten(0, 1), (x.shape[1], x.shape[2])
 
     def _block(self, i: int, j: int, block: Any, x: Tensor, grid: Grid, keep: bool) -> Tensor:
+        """The input of the next block or merging: a norm or convolution may follow the output y of this one."""
         if keep and x.requires_grad:
             x.retain_grad()
         post = hasattr(block.attn, "logit_scale")
@@ -170,18 +171,18 @@ class Written:
         u = x + (block.norm1(added) if post else added)
         if self._pvt:
             y = u + block.mlp(block.norm2(u)[None], grid)[0]
-            y = self.model.stages[i].norm(y) if j == len(self.model.stages[i].blocks) - 1 else y
+            after = self.model.stages[i].norm(y) if j == len(self.model.stages[i].blocks) - 1 else y
         elif self._swin:
-            y = u + (block.norm2(block.mlp(u)) if post else block.mlp(block.norm2(u)))
+            y = after = u + (block.norm2(block.mlp(u)) if post else block.mlp(block.norm2(u)))
         else:
             y = u + block.mlp(block.norm2(u))
-            y = self.model.pos_block[i](y[None], grid)[0] if j == 0 else y
+            after = self.model.pos_block[i](y[None], grid)[0] if j == 0 else y
         if keep:
             A.retain_grad()
             y.retain_grad()
             self.blocks.append(Block(block, x, u.detach(), A, P, y, self._merged))
             self._merged = None
-        return y
+        return after
 
     def _attention(self, attn: Any, n: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """What attention adds [N,D], its matrix [H,N,M], and the keys as tokens [M,N]."""
