@@ -500,6 +500,7 @@ FILLED = {
     "hsic": {"samples": 20},
     "kernel-shap": {"samples": 60, "unit": "patch"},
     "lime": {"samples": 20},
+    "mda": {},
     "occlusion": {},
     "pami": {},
     "posterior": {"samples": 12, "unit": "patch"},
@@ -507,7 +508,7 @@ FILLED = {
     "search": {"prior": "genatt", "unit": "patch"},
     "tis": {"samples": 8, "unit": "patch"},
 }
-SOFT = {"rise": {"samples": 4}, "score-cam": {}}
+SOFT = {"drise": {"samples": 4}, "rise": {"samples": 4}, "score-cam": {}}
 """Methods whose masks let pixels through in part."""
 
 

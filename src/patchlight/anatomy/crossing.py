@@ -33,7 +33,7 @@ from patchlight.anatomy.intercepting import (
 )
 from patchlight.anatomy.locating import Stages
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image
+from patchlight.anatomy.probe import BY_HAND, alike, distance, random_image, refused_input
 from patchlight.anatomy.watching import AttentionTap, Unseen, watch_reach
 from patchlight.anatomy.windows import Bins, Merging, Pooled, Reach, Windows
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
@@ -192,11 +192,9 @@ class CrossedAnatomy(Anatomy):
         if positions is None:
             return self.flat(call.run(block, tokens))
         places = self.places(positions)
-        if self.masked and places.shape[1] == self.tokens:  # all of them, in another order than their bias
-            rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-            return self.block(index, tokens[rows, places.argsort(1)])[rows, places]
+        inside = self.masked and places.shape[1] == self.tokens  # masks of all tokens, gathered where they are added
         with KeptScores(places, self.tokens) if self.masked else contextlib.nullcontext():
-            kept = partial(gathered, places=places, keep=positions, count=self.tokens)
+            kept = partial(gathered, places=places, keep=positions, count=self.tokens, pairs=not inside)
             return call.run(block, tokens, lambda value: map_tensors(value, kept), self.dropping(positions))
 
     def dropping(self, positions: Tensor) -> dict[str, Tensor]:
@@ -271,10 +269,7 @@ class CrossedAnatomy(Anatomy):
             with crossing(see):
                 out = self.run_model(images)
         except Exception as error:
-            raise PatchlightError(
-                f"{self.name} does not take an image of shape {list(images.shape)}: {first_line(error)}; give "
-                f"preprocess=pl.Preprocess((height, width)) and channels= of the images it takes, or {BY_HAND}"
-            ) from error
+            raise refused_input(self, images, error) from error
         depth, count = len(self.paths), len(order)
         if order != list(range(depth)):
             often = (

@@ -154,17 +154,18 @@ class KeptScores(TorchFunctionMode):
         if getattr(func, "__name__", "") == "scaled_dot_product_attention":
             call = AttentionCall(*args, **(kwargs or {}))
             mask = call.attn_mask
-            if mask is not None and mask.shape[-1] == self._count != call.key.shape[-2]:
+            if mask is not None and mask.shape[-1] == self._count:
                 mask = gathered(mask, self._places, self._places, self._count)
             return func(**call.with_mask(mask))
         return func(*args, **(kwargs or {}))
 
 
-def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int) -> Tensor:
+def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int, pairs: bool = True) -> Tensor:
     """An argument of a block, restricted to the kept tokens, one row per image.
 
     An axis of length `count` belongs to all tokens and is read at `places` [B,p]; one as long as the grid belongs to
-    its cells and is read at `keep` [B,k]. A tensor without such an axis is unchanged.
+    its cells and is read at `keep` [B,k]. A tensor without such an axis is unchanged, and without `pairs` one that has
+    two, a mask.
 
     >>> table = torch.arange(4)[:, None]
     >>> gathered(table, torch.tensor([[0, 3]]), torch.tensor([[2]]), 4).flatten().tolist()
@@ -176,9 +177,11 @@ def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int) -> Tensor:
         return value
     index = places if size == count else keep
     alone = value.ndim == 2
-    value = value[0] if not alone and len(value) == 1 else value
+    whole, value = value, value[0] if not alone and len(value) == 1 else value
     axes = [axis for axis in range(value.ndim) if value.shape[axis] == size]
     if axes[-2:] == [value.ndim - 2, value.ndim - 1]:
+        if not pairs:
+            return whole
         found = value[..., index[:, :, None], index[:, None, :]].movedim(-3, 0)
     else:
         found = value.movedim(axes[0], 0)[index].movedim(1, axes[0] + 1)

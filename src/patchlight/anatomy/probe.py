@@ -49,16 +49,20 @@ def probe_head(vit: Anatomy, bare: Anatomy) -> None:
     vit.reads_first = bare.reads_first and vit.depth == bare.depth and vit.pooling == bare.pooling
 
 
+def refused_input(vit: Anatomy, image: Tensor, error: Exception) -> PatchlightError:
+    """The error of a model that cannot be run on an image."""
+    return PatchlightError(
+        f"{vit.name} does not take an image of shape {list(image.shape)}: {first_line(error).rstrip('.')}; give a "
+        f"preprocessing of the size it takes (and channels=, if not 3); if its input is not an image, {BY_HAND}"
+    )
+
+
 def _whole(vit: Anatomy, image: Tensor) -> Tensor:
     """The logits of the whole model."""
     try:
         out: Any = vit.whole(image)
     except Exception as error:
-        reason = first_line(error).rstrip(".")
-        raise PatchlightError(
-            f"{vit.name} does not take a preprocessed image of shape {list(image.shape)}: {reason}; "
-            "give a preprocessing of the size it takes; if its input is not an image, " + BY_HAND
-        ) from error
+        raise refused_input(vit, image, error) from error
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[0] != 1:

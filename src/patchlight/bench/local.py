@@ -227,6 +227,11 @@ def work(prepared: PreparedRun, options: RunOptions, executor: Executor, stop: S
                     again.append(flight)
                     continue
                 unit, rows = flight.unit, finished.done.rows
+                if not store.folder.is_dir():
+                    raise PatchlightError(
+                        f"'{store.folder}' is missing: the folder was moved or deleted during the run; run again with "
+                        "--out DIR, its place now"
+                    )
                 store.keep(unit.key, table_bytes(finished.done), map_bytes(finished.done.maps), folder)
                 if not flight.known and not all(row.error for row in rows):
                     cutter.time(unit, finished.seconds)

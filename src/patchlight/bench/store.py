@@ -269,11 +269,6 @@ class Store:
         """Write the maps of a unit, and then its rows, which mark it as finished."""
         for name, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
             place = (folder or self.folder) / name
-            if not place.is_dir():
-                raise PatchlightError(
-                    f"'{place}' is missing: the folder was moved or deleted during the run; run again with --out DIR, "
-                    "its place now"
-                )
             write_atomic(place / f"{key}-{checksum(data)}.{suffix}", data, durable=True)
 
     def maps(self, model: str, images: Collection[str]) -> Maps:

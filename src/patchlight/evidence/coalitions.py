@@ -48,7 +48,7 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
         keep = members[some, :longest]
         seen = seen_tokens(vit.layout, longest, size[some])
         tokens = vit.gather(embedded, keep, some // z.shape[1])
-        with Unseen(seen):
+        with vit.steady(), Unseen(seen):
             for index in range(vit.depth):
                 tokens = vit.block(index, tokens, keep)
             found.append(vit.readout(tokens, keep))
