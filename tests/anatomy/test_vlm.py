@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.prompts import Prompts
-from patchlight.core.errors import DegenerateMap, PatchlightError, Unsupported
+from patchlight.core.errors import AssumedPreprocess, DegenerateMap, PatchlightError, Unsupported
+from patchlight.testing import check_method, contract_names
 from tests.vlm_models import IMAGE, NAMES, build, tiled
 
 transformers = pytest.importorskip("transformers")
@@ -394,6 +396,32 @@ def test_token_activation_is_the_lens_minus_earlier_words(name: str, place: str)
         pl.explain(vit, image, "token-activation", head=pl.heads.Answer(PROMPT, ANSWER, against=[40], force=True))
 
 
+class FirstWord(pl.heads.Answer):
+    """An answer of which the first word is explained by default, as one class of several."""
+
+    def default_target(self) -> Any:
+        return 0
+
+
+QUICK = ("ixg", "genatt", "gradcam", "occlusion", "token-activation", "random")
+
+
+@pytest.mark.parametrize("place", ["tower", "language"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in contract_names()]
+)
+def test_methods_keep_their_contract(method: str, name: str, place: str) -> None:
+    head = FirstWord(PROMPT, ANSWER, words=["token11", "token13"], force=True)
+    check_method(method, opened(name, place).ask(head), image_of(name, 2))
+
+
+@pytest.mark.parametrize("method", ["ixg", "genatt", "tis", "token-activation"])
+def test_choices_are_classes(method: str) -> None:
+    head = pl.heads.Answer(PROMPT, choices=[[11, 12], [40], [41, 42, 43]])
+    check_method(method, opened("llava").ask(head), image_of("llava", 2))
+
+
 def test_auto_prefers_what_was_measured_to_be_better() -> None:
     head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
     for name, method in (("llava", "genatt"), ("qwen3_vl", "genatt"), ("qwen2_5_vl", "grad")):
@@ -408,6 +436,36 @@ def test_rows_of_attention_in_the_language_model_warn_of_sinks() -> None:
         warnings.simplefilter("error")
         pl.explain(opened("llava", "language"), image, "genatt", head=head)
         pl.explain(opened("llava"), image, "rawatt", head=head)
+
+
+@torch.no_grad()
+def test_settings_of_generation_do_not_enter_the_score() -> None:
+    model, image = build("llava"), image_of("llava")
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    vit = pl.wrap(model, preprocess=pl.Preprocess((64, 64))).ask(pl.heads.Answer(PROMPT, force=True)).prepared(image)
+    plain = opened("llava").ask(pl.heads.Answer(PROMPT, force=True)).prepared(image)
+    assert vit.question.text == plain.question.text
+    assert torch.equal(vit.whole(image), plain.whole(image))
+    ids = torch.cat([plain.transcript.prompt, plain.transcript.answers[0]])[None]
+    logits = vit.call(image, ids[0]).logits[:, -1]
+    other = transformers.RepetitionPenaltyLogitsProcessor(9.0)(ids, logits.clone())
+    assert float((other.log_softmax(-1) - logits.log_softmax(-1)).abs().max()) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore::patchlight.core.errors.DegenerateMap")
+@pytest.mark.parametrize("place", ["tower", "language"])
+def test_attention_is_read_whatever_the_implementation(place: str) -> None:
+    """transformers itself gives no attention with sdpa."""
+    model, image = build("llava"), image_of("llava")
+    tower = model.model.vision_tower
+    assert model.config._attn_implementation == "sdpa"
+    assert not tower(image, output_attentions=True).attentions
+    model.set_attn_implementation("eager")
+    vit = pl.wrap(model, preprocess=pl.Preprocess((64, 64)), place=place)
+    head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    for method in ("rawatt", "genatt"):
+        maps = [pl.explain(each, image, method, head=head).scores for each in (vit, opened("llava", place))]
+        close(*maps, limit=1e-5)
 
 
 @torch.no_grad()
@@ -433,7 +491,7 @@ def test_metrics_run_from_the_prior_to_the_image() -> None:
         pl.evaluate(vit, image, weak, "ins-del", unit="token", steps=4)
 
 
-def test_sentences_of_refusals() -> None:
+def test_sentences_of_refusals(tmp_path: Any) -> None:
     vit, image = opened("llava"), image_of("llava")
 
     def explain(prompt: Any = PROMPT, **more: Any) -> None:
@@ -458,8 +516,17 @@ def test_sentences_of_refusals() -> None:
         explain(answer=ANSWER, words="all")
     with pytest.raises(Unsupported, match="which is an image in too many tiles to open; LlavaForCond"):
         pl.wrap(transformers.LlavaNextForConditionalGeneration(tiled()), preprocess=pl.Preprocess((64, 64)))
+    for kind, words in (("LlavaNext", "too many tiles"), ("Qwen2VL", "of models that answer in words, LlavaForCond")):
+        config = {"model_type": "llava", "architectures": [f"{kind}ForConditionalGeneration"]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(Unsupported, match=words):
+            pl.load(f"hf:{tmp_path}")
     with pytest.raises(PatchlightError, match="choices are complete answers"):
         pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
+    with pytest.raises(PatchlightError, match="choices has 1 answer"):
+        pl.heads.Answer(PROMPT, choices="red")
+    with pytest.raises(PatchlightError, match="words is empty"):
+        pl.heads.Answer(PROMPT, words=[])
     with pytest.raises(PatchlightError, match="place is 'end'"):
         pl.wrap(vit.model, preprocess=pl.Preprocess((64, 64)), place="end")
     with pytest.raises(PatchlightError, match="does not take an image of 60 x 64 pixels"):
@@ -468,6 +535,24 @@ def test_sentences_of_refusals() -> None:
         pl.explain(opened("llava", "language"), image, "ixg.libra", head=pl.heads.Answer(PROMPT, ANSWER, force=True))
     with pytest.raises(PatchlightError, match=r"answers in words, so it needs a question: head=pl.heads.Answer\("):
         pl.explain(vit, image)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_without_a_processor_answers_lists_of_ids(name: str, tmp_path: Any) -> None:
+    build(name).save_pretrained(tmp_path)
+    vit = pl.load(f"hf:{tmp_path}", preprocess=pl.Preprocess(size_of(name)))
+    att = pl.explain(vit, image_of(name), "ixg", head=pl.heads.Answer(PROMPT, ANSWER, words="all", force=True))
+    whole = pl.explain(
+        opened(name), image_of(name), "ixg", head=pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    )
+    close(att.scores, whole.scores, limit=1e-4)
+    with pytest.raises(PatchlightError, match=r"no processor or tokenizer \(none of .* is there\), so it cannot read"):
+        pl.explain(vit, image_of(name), "ixg", head=pl.heads.Answer("What is it?"))
+    if name == "llava":
+        with pytest.warns(
+            AssumedPreprocess, match="came without a processor, so its images are assumed to be squashed"
+        ):
+            pl.load(f"hf:{tmp_path}")
 
 
 def test_a_processor_that_cuts_tiles_is_asked_for_one_view() -> None:
@@ -524,8 +609,6 @@ def _least(vit: Any, image: Tensor) -> list[str]:
 
 
 def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_path: Any) -> None:
-    import json
-
     from patchlight.anatomy.vlm import BUNDLED
 
     vit, on = pl.load("pocket-vlm"), []

@@ -100,7 +100,17 @@ def test_wrong_requests_are_refused(metric: Any, options: dict[str, Any], words:
         pl.evaluate(vit, images(vit, 2), maps(), metric, **options)
 
 
-def test_an_attribution_of_several_classes_is_refused() -> None:
+def test_each_class_of_an_attribution_is_measured_alone() -> None:
+    vit = shared(VIT)
+    att = pl.explain(vit, images(vit, 2), "ixg", target=[[0, 1], [0, 1]])
+    found = evaluate(att)
+    assert list(found) == list(att.target_names[:2])
+    for name, one in found.items():
+        assert torch.equal(one.values, evaluate(att.only(name)).values)
+    assert not torch.equal(*(one.values for one in found.values()))
+
+
+def test_an_attribution_of_other_classes_per_image_is_refused() -> None:
     vit = shared(VIT)
     att = pl.explain(vit, images(vit, 2), "ixg", target=[[0, 1], [2, 3]])
     with pytest.raises(pl.PatchlightError, match="several classes per image; measure one class at a time"):

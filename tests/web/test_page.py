@@ -969,3 +969,43 @@ def test_a_detector_is_asked(browser: Browser, tmp_path: Path) -> None:
         expect(title).to_contain_text("Why this “")
         assert "box" not in asked(visit)
         visit.well(expected=("400",))
+
+
+@pytest.mark.page
+def test_a_model_that_answers_is_asked(browser: Browser, tmp_path: Path) -> None:
+    """A prompt is typed, a word of the answer is clicked, and the link brings both back."""
+    pytest.importorskip("transformers")
+    from patchlight.anatomy.vlm import BUNDLED
+
+    with beside(ModelService(pl.load("pocket-vlm"))) as url, visiting(browser, url) as visit:
+        visit.open("/#methods=genatt")
+        visit.get("file").set_input_files(BUNDLED / "scenes/scene-4.png")
+        ready(visit, "genatt")
+        visit.get("prompt").fill("what color is the star")
+        visit.get("prompt-ask").click()
+        words = visit.get("word")
+        expect(words).to_have_text(["the", "star", "is", "black"])
+        expect(words.nth(3)).to_have_attribute("aria-pressed", "true")
+        expect(words.nth(1)).to_have_attribute("aria-label", re.compile("the image adds almost nothing"))
+        title = visit.page.locator("#why-title")
+        expect(title).to_have_text("Why “black”?")
+        expect(visit.get("large")).to_have_attribute("data-state", "done")
+        first = pixels(visit.get("map"))
+        words.nth(2).click()
+        expect(title).to_have_text("Why “is”?")
+        until(visit, lambda: pixels(visit.get("map")) != first, "another map")
+        assert json.loads(asked(visit)["head"])["prompt"] == "what color is the star"
+        assert 'Answer(prompt="what color is the star", force=True), target=2)' in visit.get("python").inner_text()
+        assert serious(visit.page) == []
+        visit.well()
+        link = visit.get("permalink").input_value()
+        visit.page.goto("about:blank")
+        visit.page.goto(link)
+        expect(title).to_have_text("Why “is”?")
+        words.nth(1).click()  # shown although the image adds nothing to it, because it was asked for
+        expect(title).to_have_text("Why “star”?")
+        expect(visit.get("large")).to_have_attribute("data-state", "done")
+        visit.get("prompt").fill(" ")
+        visit.get("prompt-ask").click()
+        expect(title).to_have_text("Why “star”?")
+        visit.well()

@@ -36,7 +36,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.prompts import ANSWERING
 from patchlight.anatomy.segmenters import segments
 from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary, has_text_side
-from patchlight.core.errors import PatchlightError, first_line
+from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.core.targets import Outputs
@@ -231,6 +231,8 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     left out.
     """
     check_kind(saved, f"'hf:{name}'")
+    if saved.endswith("ForConditionalGeneration") and saved not in ANSWERING:
+        raise Unsupported(f"'hf:{name}' is a {saved}; of models that answer in words, {', '.join(ANSWERING)} work")
     classifies = weights is not None and "classifier.weight" in weights
     others = ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
     if saved in ANSWERING or saved in classifiers() or saved.endswith(others) or segments(saved):
@@ -261,13 +263,14 @@ def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoTokenizer
 
+    local, missing = Path(name).is_dir(), NoTokenizer(f"none of {', '.join(_VOCABULARIES)} is there")
+    if local and not any((Path(name) / file).is_file() for file in _VOCABULARIES):
+        return missing
     try:
         found = AutoTokenizer.from_pretrained(name, **where)
     except Exception as error:
         return NoTokenizer(first_line(error))
-    local = Path(name).is_dir()
-    there = any((Path(name) / file).is_file() for file in _VOCABULARIES) if local else cached(name, *_VOCABULARIES)
-    return found if there else NoTokenizer(f"none of {', '.join(_VOCABULARIES)} is there")
+    return found if local or cached(name, *_VOCABULARIES) else missing
 
 
 def read_speech(name: str, where: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from patchlight.anatomy.families import Family, LoadRequest, family_of, in_order
 from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.opened import Anatomy, check_finite
 from patchlight.anatomy.preprocessing import applied, read_preprocess
+from patchlight.anatomy.prompts import ANSWERING
 from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.anatomy.texts import has_text_side
 from patchlight.anatomy.weights import fill, read_labels, read_weights, resampled
@@ -137,7 +138,7 @@ def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
     _check_quantised(model)
     if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
         about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
-    if "tokenizer" in about and not has_text_side(model):
+    if "tokenizer" in about and not has_text_side(model) and type(model).__name__ not in ANSWERING:
         raise PatchlightError(f"{type(model).__name__} has no text encoder, so a tokenizer does not apply")
     if "labels" in about:
         about["labels"] = read_labels(about["labels"])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -21,15 +21,26 @@ from torch import Tensor, nn
 from patchlight.anatomy.contract import Parts, States
 from patchlight.anatomy.discovery import map_tensors, tensors_in
 from patchlight.anatomy.families import LoadRequest, register_family
-from patchlight.anatomy.hf import CLIP, SIGLIP, HuggingFaceAnatomy, as_processed
+from patchlight.anatomy.hf import HuggingFaceAnatomy
 from patchlight.anatomy.intercepting import Entered, Site, crossing
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.preprocessing import applied
 from patchlight.anatomy.probe import alike, random_image
-from patchlight.anatomy.prompts import ANSWERING, Prompts
+from patchlight.anatomy.prompts import Prompts
 from patchlight.anatomy.tasks import TaskAnatomy
-from patchlight.anatomy.twin import Twin
-from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
+from patchlight.anatomy.transcript import Keys, Transcript, joined, token_axis, variant_mask
+from patchlight.anatomy.vlm_calls import (
+    KNOWN,
+    block_paths,
+    first_module,
+    has_plain_blocks,
+    image_token_of,
+    pixels_of,
+    preprocess_of,
+    run_prompt,
+    tower_facts,
+)
+from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.images import Preprocess
 from patchlight.core.layout import Layout
 from patchlight.core.resize import to_pixels
@@ -37,63 +48,11 @@ from patchlight.core.targets import Outputs, log_probabilities
 from patchlight.zoo import pocket
 
 Place = Literal["tower", "language"]
-KNOWN: Mapping[str, Preprocess] = {
-    kind: CLIP if kind.startswith(("Llava", "InternVL", "Qwen2")) else SIGLIP for kind in ANSWERING
-}
-"""The preprocessing of the tower that each model was published with."""
 BUNDLED = Path(pocket.__file__).parent / "pocket-vlm"
 """The folder of the bundled model that answers questions about composed scenes."""
 _TOWERS = ("model.vision_tower", "model.vision_model", "model.visual")
 _LANGUAGES = ("model.language_model", "model.text_model")
-_TILED = ("LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration")
 _NO_RULE = "norms and gated MLPs of its language model have no rule yet"
-_UNSIZED = (448, 448)
-"""The size of images for models that take any, if no other is given."""
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """A prompt with its image, and answers to it, as one sequence: prompt, answers, visual tokens.
-
-    Each answer follows the prompt and does not attend to the other answers; positions are those of the plain model.
-
-    Args:
-        layout: The layout of the sequence: its text is the prefix, visual tokens are the cells.
-        prompt: The ids [P] of the prompt, with one image token for each visual token.
-        answers: The ids [T] of each answer.
-        text: What enters the language model for each token of the text [S,D].
-        calls: The other arguments of each block of the language model.
-        read: For each answer, the places in the text whose outputs predict its tokens [T].
-    """
-
-    layout: Layout
-    prompt: Tensor
-    answers: Sequence[Tensor]
-    text: Tensor
-    calls: Sequence[Mapping[str, Any]]
-    read: Sequence[Tensor]
-    recent: list[Any] = field(default_factory=list, compare=False, repr=False)
-    """The masks of the last sequence that was run."""
-    before: int = 0
-    """How many tokens of the text stand before the image and attend to nothing behind them."""
-    keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """By type: the net they were computed with, and keys and values of these tokens, the same for every image."""
-
-
-class Keys:
-    """Keys and values of the first `count` tokens, in the place of a cache: recorded once, then put before others."""
-
-    count = 0
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        if not self.count:
-            self.layers[layer] = key, value
-            return key, value
-        first = (each[:, :, : self.count].expand(len(key), -1, -1, -1) for each in self.layers[layer])
-        return torch.cat([next(first), key], 2), torch.cat([next(first), value], 2)
 
 
 class AnswersAnatomy(TaskAnatomy):
@@ -130,15 +89,15 @@ class AnswersAnatomy(TaskAnatomy):
             if about.pop(key, None):
                 raise PatchlightError(f"{name} answers in words, so {key} does not apply; give head=pl.heads.Answer(…)")
         self.at, self.config = place, model.config
-        self.prompts = Prompts.of(processor, tokenizer, _image_token(model.config), name)
+        self.prompts = Prompts.of(processor, tokenizer, image_token_of(model.config), name)
         about.setdefault("preprocess", None)
-        preprocess = about.pop("preprocess") or _preprocess(model, processor, name)
-        tower, language = (_first(model, paths, name) for paths in (_TOWERS, _LANGUAGES))
+        preprocess = about.pop("preprocess") or preprocess_of(model, processor, name)
+        tower, language = (first_module(model, paths, name) for paths in (_TOWERS, _LANGUAGES))
         self.language_path = language
         layers = f"{language}.layers"
-        self.tower_paths = [f"{tower}.{path}" for path in _blocks(model.get_submodule(tower))]
+        self.tower_paths = [f"{tower}.{path}" for path in block_paths(model.get_submodule(tower))]
         self.language_paths = [f"{layers}.{i}" for i in range(len(model.get_submodule(layers)))]
-        seen = _see(self, model, preprocess, name)
+        seen = tower_facts(model, self.tower_paths, preprocess, name)
         self.tower_paths, self.visual, self._packed = self.tower_paths[: seen.read], seen.visual, seen.packed
         self.dead = seen.dead
         grid = seen.grid
@@ -152,7 +111,7 @@ class AnswersAnatomy(TaskAnatomy):
         self.fine = Layout(grid, seen.tokens - math.prod(grid), merge=merge)
         self.coarse = (grid[0] // merge, grid[1] // merge)
         own = {"grid": grid, "prefix": self.fine.prefix} if place == "tower" else {"grid": self.coarse, "prefix": 0}
-        self._blank_ids = torch.tensor([*[_image_token(model.config)] * self.visual, *seen.trial])
+        self._blank_ids = torch.tensor([*[image_token_of(model.config)] * self.visual, *seen.trial])
         self.head_paths = self.language_paths
         self.spared = (language, "lm_head")
         super().__init__(
@@ -171,7 +130,7 @@ class AnswersAnatomy(TaskAnatomy):
                 "attention of a language model often falls on its first tokens (sinks), whatever the image shows; "
                 "'genatt', which weighs it by its gradient, and 'ixg' work better"
             )
-        if place == "language" or not _plain(model.get_submodule(self.tower_paths[0])):
+        if place == "language" or not has_plain_blocks(model.get_submodule(self.tower_paths[0])):
             self.can_rule = _NO_RULE if place == "language" else "norms and gated MLPs of its tower have no rule yet"
         elif self.dead:
             self.note = f"the vision tower of {name} reads block {seen.read - 1} last: blocks behind it do nothing"
@@ -193,7 +152,7 @@ class AnswersAnatomy(TaskAnatomy):
 
     def pixels(self, images: Tensor) -> dict[str, Any]:
         """Images [B,C,H,W] as the model takes them."""
-        return _pixels(self.config, images)
+        return pixels_of(self.config, images)
 
     def blank(self, count: int) -> Tensor:
         return torch.ones(count, *self.input_shape, device=self.device, dtype=self.dtype)
@@ -201,7 +160,7 @@ class AnswersAnatomy(TaskAnatomy):
     def call(self, images: Tensor, ids: Tensor | None = None, suffix: int = 0) -> Any:
         """Run the twin on images and the ids [S] of a prompt, the last `suffix` of which are an answer."""
         ids = self._blank_ids if ids is None else ids
-        return _run(self.net, images, ids, suffix)
+        return run_prompt(self.net, images, ids, suffix)
 
     # the sequence of the language model
 
@@ -220,37 +179,9 @@ class AnswersAnatomy(TaskAnatomy):
     @torch.no_grad()
     def transcribe(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> Transcript:
         """Run the model on a prompt with each answer, and record what enters the blocks of its language model."""
-        device, token = self.device, _image_token(self.config)
-        ids = [torch.tensor([*prompt, *answer], device=device) for answer in answers]
+        ids = [torch.tensor([*prompt, *answer], device=self.device) for answer in answers]
         runs = [self._record_language(each, len(answer)) for each, answer in zip(ids, answers, strict=True)]
-        size, image = len(prompt), ids[0][: len(prompt)] == token
-        text = (~image).nonzero()[:, 0]
-        lengths = [len(answer) for answer in answers]
-        joined = [torch.cat([text, torch.arange(size, size + lengths[0], device=device)])]
-        joined += [torch.arange(size, size + length, device=device) for length in lengths[1:]]
-        joined.append(image.nonzero()[:, 0])  # visual tokens are those of the first run
-        owner = [0, *range(1, len(answers)), 0]
-        embedded = torch.cat([runs[run][0][0, at] for run, at in zip(owner, joined, strict=True)][:-1])
-        calls = [
-            _join([run[1][index] for run in runs], [len(each) for each in ids], owner, joined, size)
-            for index in range(len(self.language_paths))
-        ]
-        for call in calls:  # blocks of one kind share their mask
-            same = (other["attention_mask"] for other in calls)
-            call["attention_mask"] = next(mask for mask in same if torch.equal(mask, call["attention_mask"]))
-        read, begin, last = [], len(text), len(text) - 1
-        if not bool((text == size - 1).any()):
-            raise PatchlightError("the prompt ends with the image; put text behind it")
-        for length in lengths:
-            places = torch.arange(begin - 1, begin - 1 + length, device=device)
-            places[:1] = last
-            read.append(places)
-            begin += length
-        layout, before = Layout(self.coarse, prefix=len(embedded)), int(image.nonzero()[0, 0])
-        if any(bool(call["attention_mask"][:before, before:].any()) for call in calls):
-            before = 0
-        answered = [each[size:] for each in ids]
-        return Transcript(layout, ids[0][:size], answered, embedded, calls, read, before=before)
+        return joined(runs, ids, len(prompt), image_token_of(self.config), self.coarse)
 
     def _record_language(self, ids: Tensor, suffix: int) -> tuple[Tensor, list[dict[str, Any]]]:
         """What enters the first block of the language model, and the arguments of each, for a blank image."""
@@ -314,14 +245,14 @@ class AnswersAnatomy(TaskAnatomy):
         tokens, *more = tokens.chunk(1 + added, 2)
         named = script.calls[index]
         places = None if keep is None else script.layout.places(keep)
-        mask = _mask(script, named["attention_mask"], keep, places, tokens.dtype)
+        mask = variant_mask(script, named["attention_mask"], keep, places, tokens.dtype)
         others = {key: value for key, value in named.items() if key != "attention_mask"}
         if keys is not None:
             others["past_key_values"], mask = keys, mask[:, :, keys.count :]
             places = None if places is None else places[:, keys.count :]
 
         def suited(value: Tensor) -> Tensor:
-            axis = _axis(value, script.layout.count)
+            axis = token_axis(value, script.layout.count)
             if places is not None and axis is not None:
                 value = value.movedim(axis, 0)[places]  # [B,k,...]
                 value = value.squeeze(2) if axis == 1 else value.movedim(0, axis)
@@ -335,15 +266,18 @@ class AnswersAnatomy(TaskAnatomy):
 
         Of the trial, those of all words [B,2V]. The first `before` tokens are not among these.
         """
-        script, found = self.transcript, []
-        for places, ids in zip(script.read, script.answers, strict=True):
-            logs = log_probabilities(self._words_at(tokens[:, places - before]), Outputs())
-            found.append(
-                logs.flatten(1).to(tokens.dtype)  # rounded, as the probe expects of its type
-                if self.question is None
-                else logs.gather(2, ids[None, :, None].expand(len(logs), -1, 1))[..., 0]
-            )
-        return found
+        script = self.transcript
+        return [
+            self._logs_of(self._words_at(tokens[:, places - before]), ids, tokens.dtype)
+            for places, ids in zip(script.read, script.answers, strict=True)
+        ]
+
+    def _logs_of(self, logits: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The log-probabilities [B,T] of tokens; of the trial those of all words, rounded as the probe expects."""
+        logs = log_probabilities(logits.float(), Outputs())
+        if self.question is None:
+            return logs.flatten(1).to(dtype)
+        return logs.gather(2, ids[None, :, None].expand(len(logs), -1, 1))[..., 0]
 
     def _words_at(self, tokens: Tensor) -> Tensor:
         """The logits of all words [...,V] that the language model gives where these tokens leave its last block."""
@@ -399,12 +333,7 @@ class AnswersAnatomy(TaskAnatomy):
         for ids in script.answers:
             length = len(ids)
             out = self.call(images, torch.cat([script.prompt, ids]), length)
-            logs = log_probabilities(out.logits[:, -length - 1 : -1].float(), Outputs())
-            found.append(
-                logs.flatten(1).to(out.logits.dtype)
-                if self.question is None
-                else logs.gather(2, ids[None, :, None].expand(len(logs), -1, 1))[..., 0]
-            )
+            found.append(self._logs_of(out.logits[:, -length - 1 : -1], ids, out.logits.dtype))
         return found
 
     # the contract
@@ -623,258 +552,15 @@ class AnswersAnatomy(TaskAnatomy):
         return "its blocks compute other tokens when some are left out than when these are hidden from attention"
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What running a model once shows: grid and number of its tokens, how many blocks are read, and so on."""
-
-    grid: tuple[int, int]
-    tokens: int
-    visual: int
-    read: int
-    dead: int
-    packed: bool
-    heads: int
-    trial: list[int]
-
-
-def _see(anatomy: AnswersAnatomy, model: Any, preprocess: Preprocess, name: str) -> _Seen:
-    """Run a copy of the model on a random image."""
-    config, copies = model.config, list[nn.Module]()
-    Twin(model).renew(copies.append)
-    net: Any = copies[0]
-    blocks = [net.get_submodule(path) for path in anatomy.tower_paths]
-    like = next(p for p in net.parameters() if p.is_floating_point())
-    image = torch.randn(1, 3, *preprocess.size, generator=torch.Generator().manual_seed(0)).to(like)
-    entered: list[Tensor] = []
-    first = blocks[0].register_forward_pre_hook(
-        lambda block, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-    )
-    with torch.inference_mode(False), torch.no_grad():
-        try:
-            base = _features(net, image)
-        except Exception as error:
-            raise PatchlightError(
-                f"{name} does not take an image of {preprocess.size[0]} x {preprocess.size[1]} pixels: "
-                f"{first_line(error)}; give preprocess=pl.Preprocess((height, width))"
-            ) from error
-        first.remove()
-        if len(entered) != 1:
-            raise Unsupported(
-                f"{name} runs its vision tower {len(entered)} times for one image, which is not supported"
-            )
-        read = next(
-            (i + 1 for i in reversed(range(len(blocks))) if not torch.equal(_noisy(net, blocks[i], image), base)), 0
-        )
-    tokens, packed = entered[0].shape[-2] if entered[0].ndim == 3 else len(entered[0]), entered[0].ndim == 2
-    if entered[0].ndim == 3 and len(entered[0]) > 1:
-        raise Unsupported(f"{name} cuts an image into {len(entered[0])} views; give a size that it does not cut")
-    patch = config.vision_config.patch_size
-    patch = patch[0] if isinstance(patch, list | tuple) else patch
-    grid = preprocess.size[0] // patch, preprocess.size[1] // patch
-    heads = getattr(config.vision_config, "num_attention_heads", None) or config.vision_config.num_heads
-    token = _image_token(config)
-    trial = [i for i in range(1, 12) if i != token][:4]
-    return _Seen(grid, tokens, len(base), read, len(blocks) - read, packed, heads, trial)
-
-
-def _noisy(net: Any, block: nn.Module, image: Tensor) -> Tensor:
-    """The visual tokens when the output of a block of the tower is changed."""
-    hook = block.register_forward_hook(
-        lambda block, args, out: map_tensors(out, lambda tokens: tokens * 2 + 1), prepend=True
-    )
-    try:
-        return _features(net, image)
-    finally:
-        hook.remove()
-
-
-def _features(net: Any, image: Tensor) -> Tensor:
-    """The visual tokens [n,D] of one image."""
-    out = net.get_image_features(**_pixels(net.config, image))
-    found = tensors_in(getattr(out, "pooler_output", out))
-    return torch.cat([each.flatten(0, -2) for each in found])
-
-
-def _image_token(config: Any) -> int:
-    token = getattr(config, "image_token_id", None)
-    return int(config.image_token_index if token is None else token)
-
-
-def _first(model: nn.Module, paths: Sequence[str], name: str) -> str:
-    for path in paths:
-        with contextlib.suppress(AttributeError):
-            model.get_submodule(path)
-            return path
-    raise Unsupported(f"{name} has none of {', '.join(paths)}")
-
-
-def _blocks(tower: nn.Module) -> list[str]:
-    """The paths of the blocks of a tower: the members of its longest list of modules."""
-    lists = {path: module for path, module in tower.named_modules() if isinstance(module, nn.ModuleList)}
-    path, modules = max(lists.items(), key=lambda item: len(item[1]))
-    return [f"{path}.{i}" for i in range(len(modules))]
-
-
-def _plain(block: nn.Module) -> bool:
-    """Whether a block of a tower has layer norms and an MLP without a gate, which backward rules cover."""
-    norms = [module for key, module in block.named_modules() if "norm" in key.rpartition(".")[2]]
-    gated = any(key.endswith("gate_proj") for key, _ in block.named_modules())
-    return not gated and all(isinstance(norm, nn.LayerNorm) for norm in norms)
-
-
-def _preprocess(model: Any, processor: Any, name: str) -> Preprocess:
-    """The preprocessing of a processor if it has a fixed size, otherwise an assumed one."""
-    vision, known = model.config.vision_config, KNOWN[type(model).__name__]
-    side = getattr(vision, "image_size", None)
-    size = _UNSIZED if side is None else tuple(side) if isinstance(side, list | tuple) else (side, side)
-    images = getattr(processor, "image_processor", processor)
-    if images is None:
-        assumed = replace(known, size=size)
-        warn(
-            f"{name} came without a processor, so its images are assumed to be squashed to {size[0]} x {size[1]} "
-            f"pixels, mean {list(known.mean)}, std {list(known.std)}; give processor= or preprocess=pl.Preprocess(…)",
-            AssumedPreprocess,
-        )
-        return assumed
-    try:
-        return as_processed(images, 3, name)
-    except PatchlightError:  # it cuts pictures, or keeps their size
-        mean, std = (tuple(float(v) for v in getattr(images, key)) for key in ("image_mean", "image_std"))
-        return replace(SIGLIP, size=size, mean=mean, std=std)
-
-
-def _pixels(config: Any, images: Tensor) -> dict[str, Any]:
-    """Images [B,C,H,W] as a model takes them."""
-    kind = config.model_type
-    if kind in ("idefics3", "smolvlm"):
-        empty = (images == 0).flatten(1).all(1).view(-1, 1, 1, 1)  # the model takes an image of zeros for padding
-        return {"pixel_values": (images + empty.to(images) * 1e-6)[:, None]}
-    if not kind.startswith("qwen"):
-        return {"pixel_values": images}
-    vision = config.vision_config
-    patch, merge, times = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-    count, channels, height, width = images.shape
-    rows, columns = height // patch, width // patch
-    cut = images[..., : rows * patch, : columns * patch]
-    cut = cut.reshape(count, channels, rows // merge, merge, patch, columns // merge, merge, patch)
-    cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)[..., None, :, :].expand(*[-1] * 6, times, -1, -1)
-    packed = cut.reshape(count * rows * columns, -1)
-    grid = torch.tensor([[1, rows, columns]], device=images.device).expand(count, -1)
-    return {"pixel_values": packed, "image_grid_thw": grid}
-
-
-def _run(net: Any, images: Tensor, ids: Tensor, suffix: int) -> Any:
-    """Run a model on images and the ids [S] of a prompt, the last `suffix` of which are an answer."""
-    config, count = net.config, len(images)
-    ids = ids.to(images.device)
-    more: dict[str, Any] = {}
-    visual = (ids == _image_token(config)).long()
-    if config.model_type == "paligemma":  # an answer is the suffix: unmarked, earlier tokens would attend to later ones
-        marks = torch.zeros_like(ids)
-        marks[len(ids) - suffix :] = 1
-        more["token_type_ids"] = marks.expand(count, -1)
-    elif config.model_type == "gemma3":
-        more["token_type_ids"] = visual.expand(count, -1)
-    elif config.model_type.startswith("qwen"):
-        more["mm_token_type_ids"] = visual.expand(count, -1)
-    return net(input_ids=ids.expand(count, -1), use_cache=False, **_pixels(config, images), **more)
-
-
-def _axis(value: Tensor, count: int) -> int | None:
-    """The axis of an argument of a block that belongs to the tokens: the first of this length behind the batch."""
-    return next((axis for axis in range(1, value.ndim) if value.shape[axis] == count), None)
-
-
-def _join(
-    calls: Sequence[Mapping[str, Any]], counts: Sequence[int], owner: Sequence[int], at: Sequence[Tensor], prompt: int
-) -> dict[str, Any]:
-    """The arguments of a block for the sequences of several runs as one.
-
-    Args:
-        calls: The arguments in each run.
-        counts: The number of tokens of each.
-        owner: The run that each part of the joined sequence is from.
-        at: The tokens of each part.
-        prompt: The number of tokens of the prompt, which all runs share.
-    """
-    allowed = [_allowed(call["attention_mask"], count, at[0].device) for call, count in zip(calls, counts, strict=True)]
-    rows = []
-    for run, here in zip(owner, at, strict=True):
-        columns = []
-        for other, there in zip(owner, at, strict=True):
-            shared = (there < prompt) | (other == run)  # an answer attends to the prompt and itself
-            inside = there.clamp(max=counts[run] - 1)
-            prompts = (here[:, None] < prompt) & (there[None] >= prompt)
-            columns.append(allowed[run][here][:, inside] & shared & ~(prompts & (other != run)))
-        rows.append(torch.cat(columns, 1))
-    joined: dict[str, Any] = {"attention_mask": torch.cat(rows)}
-    for key in calls[0]:
-        if key != "attention_mask":
-            joined[key] = _join_values([call[key] for call in calls], counts, owner, at)
-    return joined
-
-
-def _join_values(values: Sequence[Any], counts: Sequence[int], owner: Sequence[int], at: Sequence[Tensor]) -> Any:
-    leaves = [tensors_in(value) for value in values]
-    order = {id(tensor): i for i, tensor in enumerate(leaves[0])}
-
-    def join(tensor: Tensor) -> Tensor:
-        axis = _axis(tensor, counts[0])
-        if axis is None:
-            return tensor
-        number = order[id(tensor)]
-        return torch.cat(
-            [leaves[run][number].movedim(axis, 0)[here].movedim(0, axis) for run, here in zip(owner, at, strict=True)],
-            axis,
-        )
-
-    return map_tensors(values[0], join)
-
-
-def _allowed(mask: Tensor | None, count: int, device: torch.device) -> Tensor:
-    """Which token attends to which [S,S], of the mask that a block is called with; None is causal attention."""
-    if mask is None:
-        return torch.ones(count, count, dtype=torch.bool, device=device).tril()
-    if mask.ndim != 4:
-        raise Unsupported(
-            "its language model runs with a kind of attention that is not supported; load it with "
-            "attn_implementation='sdpa' or 'eager'"
-        )
-    return mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > torch.finfo(mask.dtype).min / 2
-
-
-def _mask(
-    script: Transcript, allowed: Tensor, keep: Tensor | None, places: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The additive mask [B or 1,1,m,m] of the kept tokens; blocks after one another share it."""
-    for positions, source, kind, mask in tuple(script.recent):
-        if positions is keep and source is allowed and kind == dtype:
-            return cast(Tensor, mask)
-    if places is None:
-        shown = allowed[None]
-    else:
-        shown = allowed[places[:, :, None], places[:, None, :]]
-    mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill(~shown, torch.finfo(dtype).min)[
-        :, None
-    ]
-    script.recent[:] = [*script.recent[-1:], (keep, allowed, dtype, mask)]
-    return mask
-
-
 @register_family("vision-language models", package="transformers")
 def read_vlm(model: nn.Module, **about: Any) -> Anatomy | None:
     """The anatomy of a vision-language model of transformers, or None."""
     name = type(model).__name__
-    if name in _TILED:
-        raise Unsupported(
-            f"{name} cuts an image into tiles and shows each part twice, which is an image in too many tiles to open; "
-            f"{', '.join(ANSWERING[:-1])} and {ANSWERING[-1]} work"
-        )
     if name not in KNOWN:
         return None
     given = about.get("preprocess")
     if given is not None and not isinstance(given, Preprocess):
-        about["preprocess"] = applied(given, lambda: _preprocess(model, about.get("processor"), name))
+        about["preprocess"] = applied(given, lambda: preprocess_of(model, about.get("processor"), name))
     return AnswersAnatomy(model, **about)
 
 

@@ -171,13 +171,13 @@ class Taps(AttentionTap):
         return self._biased(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
 
     def tokens(self, part: str, value: Tensor) -> None:
-        """Record tokens inside a block [B,N,D] (or [B,h,w,D]) under the letter `part`, and their gradient."""
-        dtype, gradient_part = self.record.x.dtype, f"g{part}"
+        """Record tokens inside a block [B,N,D] (or [B,h,w,D], [BN,D]) under the letter `part`, and their gradient."""
+        x, gradient_part = self.record.x, f"g{part}"
         if part in self.needs:
-            self.record.seen[part] = value.detach().to(dtype).flatten(1, -2)
+            self.record.seen[part] = value.detach().to(x.dtype).reshape(len(x), -1, value.shape[-1])
 
         def see_gradient(gradient: Tensor) -> None:
-            self.record.seen[gradient_part] = gradient.to(dtype).flatten(1, -2)
+            self.record.seen[gradient_part] = gradient.to(x.dtype).reshape(len(x), -1, gradient.shape[-1])
 
         if gradient_part in self.needs and value.requires_grad:
             value.register_hook(see_gradient)

@@ -86,7 +86,8 @@ def evaluate(
         settings: Settings of the metric.
 
     Returns:
-        An `Evaluation`; `Evaluations` by metric, by method, or by method and metric if there are several.
+        An `Evaluation`; `Evaluations` by metric, by method, or by method and metric if there are several. The maps of
+        an Attribution of several classes, such as the words of an answer, count as methods.
 
     Example:
         >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean                # doctest: +SKIP
@@ -96,6 +97,8 @@ def evaluate(
     )
     if isinstance(maps, list | tuple) and maps and all(isinstance(name, str) for name in maps):
         maps = {name: name for name in maps}
+    if isinstance(maps, Attribution) and maps.several and len(set(maps.target_names)) == maps.scores.shape[1]:
+        maps = {name: maps.only(name) for name in maps.target_names[: maps.scores.shape[1]]}
     several = isinstance(maps, Mapping)
     sources = maps if several else {"": maps}
     options = MeasureOptions(target, Annotations(labels, boxes, masks), seed, batch_size, progress, current)

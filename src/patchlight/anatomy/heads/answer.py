@@ -32,6 +32,9 @@ class Word(NamedTuple):
     gain: float
     tokens: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"{self.word} (probability {self.probability:.2g}, gain {self.gain:.2g})"
+
     @property
     def seen(self) -> bool:
         """Whether the image makes it more probable by more than 0.5 nats; a noun that is not may be hallucinated."""
@@ -82,7 +85,10 @@ class Answer(Question):
     ) -> None:
         if isinstance(words, str) and words not in ("visual", "all"):
             words = [words]
+        if words is not None and not words:
+            raise PatchlightError("words is empty; give at least one word, or leave it out")
         if choices is not None:
+            choices = [choices] if isinstance(choices, str) else choices
             if answer is not None or words is not None or against is not None:
                 raise PatchlightError("choices are complete answers, so answer, words and against do not apply")
             if len(choices) < 2:

@@ -1,0 +1,187 @@
+"""The sequence that the language model of a vision-language model reads, as it was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from patchlight.anatomy.discovery import map_tensors, tensors_in
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.layout import Layout
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A prompt with its image, and answers to it, as one sequence: prompt, answers, visual tokens.
+
+    Each answer follows the prompt and does not attend to the other answers; positions are those of the plain model.
+
+    Args:
+        layout: The layout of the sequence: its text is the prefix, visual tokens are the cells.
+        prompt: The ids [P] of the prompt, with one image token for each visual token.
+        answers: The ids [T] of each answer.
+        text: What enters the language model for each token of the text [S,D].
+        calls: The other arguments of each block of the language model.
+        read: For each answer, the places in the text whose outputs predict its tokens [T].
+    """
+
+    layout: Layout
+    prompt: Tensor
+    answers: Sequence[Tensor]
+    text: Tensor
+    calls: Sequence[Mapping[str, Any]]
+    read: Sequence[Tensor]
+    recent: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """The masks of the last sequence that was run."""
+    before: int = 0
+    """How many tokens of the text stand before the image and attend to nothing behind them."""
+    keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """By type: the net they were computed with, and keys and values of these tokens, the same for every image."""
+
+
+class Keys:
+    """Keys and values of the first `count` tokens, in the place of a cache: recorded once, then put before others."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if not self.count:
+            self.layers[layer] = key, value
+            return key, value
+        first = (each[:, :, : self.count].expand(len(key), -1, -1, -1) for each in self.layers[layer])
+        return torch.cat([next(first), key], 2), torch.cat([next(first), value], 2)
+
+
+def joined(
+    runs: Sequence[tuple[Tensor, Sequence[Mapping[str, Any]]]],
+    ids: Sequence[Tensor],
+    size: int,
+    token: int,
+    grid: tuple[int, int],
+) -> Transcript:
+    """The sequence of several runs with one prompt.
+
+    Args:
+        runs: Of each answer, what entered the first block of the language model [1,P+T,D], and the arguments of each.
+        ids: The ids [P+T] of the prompt with each answer.
+        size: The number of ids of the prompt.
+        token: The id of an image token.
+        grid: Rows and columns of visual tokens.
+    """
+    device, image = ids[0].device, ids[0][:size] == token
+    text = (~image).nonzero()[:, 0]
+    if not bool((text == size - 1).any()):
+        raise PatchlightError("the prompt ends with the image; put text behind it")
+    parts = [torch.arange(size, len(each), device=device) for each in ids]
+    places = [
+        torch.cat([text, parts[0]]),
+        *parts[1:],
+        image.nonzero()[:, 0],
+    ]
+    owner = [*range(len(ids)), 0]  # visual tokens are those of the first run
+    embedded = torch.cat([runs[run][0][0, at] for run, at in zip(owner, places, strict=True)][:-1])
+    counts = [len(each) for each in ids]
+    calls = [
+        _join_calls([run[1][index] for run in runs], counts, owner, places, size) for index in range(len(runs[0][1]))
+    ]
+    for call in calls:  # blocks of one kind share their mask
+        same = (other["attention_mask"] for other in calls)
+        call["attention_mask"] = next(mask for mask in same if torch.equal(mask, call["attention_mask"]))
+    read, begin = [], len(text)
+    for part in parts:
+        read.append(torch.arange(begin - 1, begin - 1 + len(part), device=device))
+        read[-1][:1] = len(text) - 1  # its first token is predicted at the end of the prompt
+        begin += len(part)
+    before = int(image.nonzero()[0, 0])
+    if any(bool(call["attention_mask"][:before, before:].any()) for call in calls):
+        before = 0
+    layout, answers = Layout(grid, prefix=len(embedded)), [each[size:] for each in ids]
+    return Transcript(layout, ids[0][:size], answers, embedded, calls, read, before=before)
+
+
+def token_axis(value: Tensor, count: int) -> int | None:
+    """The axis of an argument of a block that belongs to the tokens: the first of this length behind the batch."""
+    return next((axis for axis in range(1, value.ndim) if value.shape[axis] == count), None)
+
+
+def _join_calls(
+    calls: Sequence[Mapping[str, Any]], counts: Sequence[int], owner: Sequence[int], at: Sequence[Tensor], prompt: int
+) -> dict[str, Any]:
+    """The arguments of a block for the sequences of several runs as one.
+
+    Args:
+        calls: The arguments in each run.
+        counts: The number of tokens of each.
+        owner: The run that each part of the joined sequence is from.
+        at: The tokens of each part.
+        prompt: The number of tokens of the prompt, which all runs share.
+    """
+    allowed = [_allowed(call["attention_mask"], count, at[0].device) for call, count in zip(calls, counts, strict=True)]
+    rows = []
+    for run, here in zip(owner, at, strict=True):
+        columns = []
+        for other, there in zip(owner, at, strict=True):
+            shared = (there < prompt) | (other == run)  # an answer attends to the prompt and itself
+            inside = there.clamp(max=counts[run] - 1)
+            prompts = (here[:, None] < prompt) & (there[None] >= prompt)
+            columns.append(allowed[run][here][:, inside] & shared & ~(prompts & (other != run)))
+        rows.append(torch.cat(columns, 1))
+    joined: dict[str, Any] = {"attention_mask": torch.cat(rows)}
+    for key in calls[0]:
+        if key != "attention_mask":
+            joined[key] = _join_values([call[key] for call in calls], counts, owner, at)
+    return joined
+
+
+def _join_values(values: Sequence[Any], counts: Sequence[int], owner: Sequence[int], at: Sequence[Tensor]) -> Any:
+    leaves = [tensors_in(value) for value in values]
+    order = {id(tensor): i for i, tensor in enumerate(leaves[0])}
+
+    def join(tensor: Tensor) -> Tensor:
+        axis = token_axis(tensor, counts[0])
+        if axis is None:
+            return tensor
+        number = order[id(tensor)]
+        return torch.cat(
+            [leaves[run][number].movedim(axis, 0)[here].movedim(0, axis) for run, here in zip(owner, at, strict=True)],
+            axis,
+        )
+
+    return map_tensors(values[0], join)
+
+
+def _allowed(mask: Tensor | None, count: int, device: torch.device) -> Tensor:
+    """Which token attends to which [S,S], of the mask that a block is called with; None is causal attention."""
+    if mask is None:
+        return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    if mask.ndim != 4:
+        raise Unsupported(
+            "its language model runs with a kind of attention that is not supported; load it with "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    return mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] > torch.finfo(mask.dtype).min / 2
+
+
+def variant_mask(
+    script: Transcript, allowed: Tensor, keep: Tensor | None, places: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The additive mask [B or 1,1,m,m] of the kept tokens; blocks after one another share it."""
+    for positions, source, kind, mask in tuple(script.recent):
+        if positions is keep and source is allowed and kind == dtype:
+            return cast(Tensor, mask)
+    if places is None:
+        shown = allowed[None]
+    else:
+        shown = allowed[places[:, :, None], places[:, None, :]]
+    mask = torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill(~shown, torch.finfo(dtype).min)[
+        :, None
+    ]
+    script.recent[:] = [*script.recent[-1:], (keep, allowed, dtype, mask)]
+    return mask
