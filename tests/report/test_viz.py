@@ -211,13 +211,15 @@ def test_figure_refuses_in_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "pdf", "svg"])
 def test_same_figure_same_bytes_and_nothing_left_behind(tmp_path: Path, suffix: str) -> None:
     image, att = Image.new("RGB", (9, 9)), attribution(torch.rand(1, 4, 4))
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    before = [] if pyplot is None else pyplot.get_fignums()
     for name in ("a", "b"):
         figure(image, att, path=tmp_path / f"{name}.{suffix}")
     a, b = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("a", "b"))
     assert a == b
     assert len(list(tmp_path.iterdir())) == 2
     pyplot = sys.modules.get("matplotlib.pyplot")
-    assert pyplot is None or not pyplot.get_fignums(), "drawing leaves pyplot alone"
+    assert pyplot is None or pyplot.get_fignums() == before, "drawing leaves pyplot alone"
 
 
 def test_rows_with_classes_of_their_own_say_so() -> None:

@@ -166,7 +166,7 @@ def test_a_classifier_has_no_such_questions() -> None:
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
 def test_the_frame_is_what_the_model_sees(detector: Any, size: tuple[int, int], fit: Any) -> None:
     preprocess = pl.Preprocess((64, 64), crop_pct=0.9 if fit == "crop" else 1.0, fit=fit)
-    seen = detector._copy(preprocess=preprocess)
+    seen = detector.copy_with(preprocess=preprocess)
     frame = torch.tensor([frame_of(seen, size)])
     back = preprocess.boxes(frame, size)
     torch.testing.assert_close(back, torch.tensor([[0.0, 0, 64, 64]]), atol=1e-3, rtol=0)

@@ -76,7 +76,7 @@ class NaFlexAnatomy(HuggingFaceAnatomy):
         views = self.running.views
         if size not in views:
             grid = size[0] // self.patch, size[1] // self.patch
-            views[size] = self._copy(
+            views[size] = self.copy_with(
                 layout=replace(self.layout, grid=grid),
                 geometry=Geometry.even(grid, size),
                 preprocess=replace(self.preprocess, size=size),

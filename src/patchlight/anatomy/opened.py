@@ -131,10 +131,10 @@ class Anatomy(Readout):
 
     def _use(self, running: Running, net: nn.Module) -> None:
         """Start to use a new copy of the model, after hooks are added to it."""
-        self._copy(running=replace(running, net=net)).watch()
+        self.copy_with(running=replace(running, net=net)).watch()
         running.net, self.overflows = net, False
 
-    def _copy(self, **changes: Any) -> Self:
+    def copy_with(self, **changes: Any) -> Self:
         """The same anatomy with other attributes; without a twin, unless `running` is among them."""
         other = copy.copy(self)
         for key, value in changes.items():
@@ -206,7 +206,7 @@ class Anatomy(Readout):
         computing, views = Computing(dtype, products, only), self.running.views
         with self.running.lock:
             if computing not in views:
-                views[computing] = self._copy()
+                views[computing] = self.copy_with()
             view = cast(Self, views[computing])
             view._follow(self, computing)
         return view
@@ -217,18 +217,18 @@ class Anatomy(Readout):
 
     def extended(self, kind: Any, **changes: Any) -> Self:
         """The same anatomy with other attributes, and with the methods that a subclass of `Anatomy` replaces."""
-        other = self._copy(**changes)
+        other = self.copy_with(**changes)
         other.__class__ = type(kind.__name__, (kind, type(self)), {"__module__": kind.__module__})
         return other
 
     def over(self, net: nn.Module, holder: Anatomy) -> Self:
         """The same anatomy over a part of the twin of `holder`, a model that contains it."""
-        return self._copy(running=replace(self.running, net=net), _computing=holder._computing)
+        return self.copy_with(running=replace(self.running, net=net), _computing=holder._computing)
 
     def copied(self, dtype: torch.dtype) -> Self:
         """The same anatomy over a copy of the model in this type, which may be changed."""
         model = copy.deepcopy(self.model).requires_grad_(False).to(dtype)
-        return self._copy(model=model, _checked=False, _computing=Computing())  # the same model
+        return self.copy_with(model=model, _checked=False, _computing=Computing())  # the same model
 
     def wide(self) -> Self:
         """The anatomy itself, or its float32 view if the weights are in half precision; relevance needs float32."""
@@ -242,7 +242,7 @@ class Anatomy(Readout):
         """
         bare = self if self.bare is None else self.bare
         bound = head.bound(bare) if bind else head
-        asked = bare._copy(
+        asked = bare.copy_with(
             head=bound,
             bare=bare,
             classes=len(bound.labels),
@@ -277,7 +277,7 @@ class Anatomy(Readout):
                 cache[key] = asked.for_image(bare, bare.place(image), size)
         head = cache[key]
         paired = head.outputs.kind == "paired"
-        return self._copy(
+        return self.copy_with(
             head=head,
             classes=len(head.labels) * (2 if paired else 1),
             labels=UnsplitLabels(head.labels),

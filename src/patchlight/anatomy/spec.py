@@ -57,12 +57,12 @@ class ModelSpec(Spec):
         from patchlight.anatomy.heads import head_of  # imports torch; wrong options are reported before
         from patchlight.anatomy.load import load
 
-        head = None if self.texts else head_of(self.texts, self.template, self.similar_to)
+        head = head_of(self.texts, self.template, self.similar_to)
         options = {key: getattr(self, key) for key in ("weights", "labels", "stage", "sigmoid", "pretrained")}
         options["preprocess"] = self.preprocess if self.preprocess != PreprocessSpec() else None
         given = {key: value for key, value in options.items() if value is not None}
-        given |= {"texts": self.texts, "template": self.template} if self.texts else {}
-        return load(self.name, device=device, head=head, **given)
+        given |= {"texts": self.texts, "template": self.template} if self.texts else {"head": head}
+        return load(self.name, device=device, **given)
 
     def other(self, name: str | None = None, **changes: Any) -> ModelSpec:
         """This model with all changes that are not None; a changed name discards all other fields."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import nn
-from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
 from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
@@ -39,11 +38,11 @@ class TorchvisionAnatomy(CrossedAnatomy):
 
     def parts(self, index: int) -> Parts:
         found = named_parts(self.blocks[index])
-        return found if isinstance(self.net, VisionTransformer) else Parts(found.norm1, beyond=self.beyond)
+        return found if _is_plain(self.net) else Parts(found.norm1, beyond=self.beyond)
 
     def own_ends(self) -> Ends | None:
         net = self.net
-        if not isinstance(net, VisionTransformer):
+        if not _is_plain(net):
             return None
         heads = list(net.heads) if isinstance(net.heads, nn.Sequential) else [net.heads]
         known = len(heads) == 1 and isinstance(heads[0], nn.Linear | nn.Identity)
@@ -68,6 +67,8 @@ def create_torchvision(request: LoadRequest) -> nn.Module:
 @register_family("torchvision", package="torchvision", prefix="torchvision", create=create_torchvision)
 def read_torchvision(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
     """The anatomy of a torchvision VisionTransformer, Swin or MaxVit, or None."""
+    from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
+
     if isinstance(model, VisionTransformer | SwinTransformer):
         return TorchvisionAnatomy(model, stage=stage, **about)
     if not isinstance(model, MaxVit):
@@ -82,11 +83,16 @@ class TorchvisionMap(FeatureMapAnatomy):
     library = "torchvision"
 
 
+def _is_plain(model: Any) -> bool:
+    """Whether a model of torchvision is its VisionTransformer."""
+    return hasattr(model, "conv_proj")
+
+
 def _described(model: Any, name: str, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
     """Name, classes and labels, preprocessing."""
     last = [m for m in model.modules() if isinstance(m, nn.Linear)]
     classes = last[-1].out_features if any(hasattr(model, h) for h in ("heads", "head", "classifier")) and last else 0
-    if isinstance(model, VisionTransformer):
+    if _is_plain(model):
         classes = next((m.out_features for m in reversed(list(model.heads.modules())) if isinstance(m, nn.Linear)), 0)
     side = int(getattr(model, "image_size", 224))
     return {

@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from scipy.ndimage import gaussian_filter1d
-from scipy.optimize import nnls
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,6 +43,8 @@ def convex_falls(curve: np.ndarray) -> np.ndarray:
     >>> convex_falls(np.array([1.0, 0.2, 0.6, 0.0])).round(3)
     array([0.6, 0.2, 0.2])
     """
+    from scipy.optimize import nnls
+
     count, fall = len(curve) - 1, curve[0] - curve[-1]
     if fall <= 0:
         return np.zeros(count)
@@ -155,6 +155,8 @@ def _rise(scores: Tensor) -> Tensor:
 
 def blurred(images: Tensor, side: int) -> Tensor:
     """Images with RISE's kernel of this side and deviation, almost a box; padded with 0."""
+    from scipy.ndimage import gaussian_filter1d
+
     line = torch.from_numpy(gaussian_filter1d(np.eye(side)[side // 2], side)).to(images)
     weight = line.expand(images.shape[1], 1, 1, -1)
     across = F.conv2d(images, weight, padding=(0, side // 2), groups=images.shape[1])

@@ -94,7 +94,7 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
     result.index = resolved.index
     if isinstance(question, heads.Region | heads.Mask) and question.regions:
         rows, columns = (min(side, FINEST) for side in bare.preprocess.size)
-        shares = F.interpolate(question.regions[0].float()[None, None], (rows, columns), mode="area")[0, 0]
+        shares = F.adaptive_avg_pool2d(question.regions[0].float()[None], (rows, columns))[0]
         result.mask = [[round(share, 3) for share in row] for row in shares.tolist()]
     if isinstance(question, heads.Box | heads.Boxes):
         marked = bare.to_photograph(torch.stack([held.box for held in question.references]).float(), image.size)

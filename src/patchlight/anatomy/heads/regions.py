@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import Preprocess
+from patchlight.core.resize import to_pixels
 from patchlight.core.targets import Outputs, Target
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def resized(region: Tensor, size: Sequence[int]) -> Tensor:
     """A region [H,W] at another resolution, by area."""
     if not bool((region > 0).any()):
         raise PatchlightError("nothing of the region you gave lies in the picture the model saw")
-    return F.interpolate(region[None, None], tuple(size), mode="area")[0, 0]
+    return F.adaptive_avg_pool2d(region[None], (size[0], size[1]))[0]
 
 
 def _moved(vit: Any, box: Sequence[float], size: tuple[int, int] | None) -> Tensor:
@@ -269,7 +270,7 @@ def _component(best: Tensor, seed: Tensor) -> Tensor:
 
 def _in_input(weights: Tensor, vit: Any) -> Tensor:
     """Which pixels [H,W] of the model's input lie at weights [h,w] above 0."""
-    return F.interpolate((weights > 0).float()[None, None], vit.preprocess.size, mode="nearest")[0, 0].cpu()
+    return to_pixels((weights > 0).float(), vit.preprocess.size, upsampling="nearest").cpu()
 
 
 def _normal(weights: Tensor) -> Tensor:
