@@ -471,7 +471,10 @@ class Kind(Entry):
 
 KINDS: Registry[Kind] = Registry(
     "data set",
-    [f"patchlight.data.{room}" for room in ("cifar", "files", "ground_truth", "imagenet", "mura", "segmentation")],
+    [
+        f"patchlight.data.{room}"
+        for room in ("cifar", "files", "ground_truth", "imagenet", "mosaic", "mura", "segmentation")
+    ],
 )
 Opener = TypeVar("Opener", bound=Callable[..., Any])
 

@@ -152,7 +152,13 @@ def pointing_game(
     return Measured(_defined(hits, reasons), reasons=reasons)
 
 
-@register_metric("energy-pointing", paper="Wang et al., CVPR-W 2020", higher_is_better=True, needs={"boxes or masks"})
+@register_metric(
+    "energy-pointing",
+    paper="Wang et al., CVPR-W 2020",
+    higher_is_better=True,
+    needs={"boxes or masks"},
+    presets={"gridpg": {"negative": "drop", "max_area": None}},
+)
 def energy_pointing(
     ask: Measure,
     max_area: MaxArea = 0.5,
@@ -164,7 +170,8 @@ def energy_pointing(
 
         sum over the object of |map| / sum of |map|
 
-    A map of zeros counts as a constant one: its value is the object's share of the image.
+    A map of zeros counts as a constant one: its value is the object's share of the image. Preset `gridpg` on data
+    `mosaic` is GridPG, and Focus with two cells of the class.
 
     Args:
         negative: Whether negative scores count by their size ("absolute") or not at all ("drop").
