@@ -60,7 +60,13 @@ def places(values: Values, metric: str) -> dict[str, float]:
     return {method: i / max(1, len(order) - 1) for i, method in enumerate(order)}
 
 
-def draw(order: Mapping[str, float], metrics: Sequence[str], values: Values, file: Path) -> None:
+def draw(
+    order: Mapping[str, float],
+    metrics: Sequence[str],
+    values: Values,
+    file: Path,
+    note: str = "Behind a name: mean rank in the columns left of the line.",
+) -> None:
     """The table as colours: a row for each method, the best first, and a column for each metric."""
     from matplotlib.figure import Figure
 
@@ -81,15 +87,14 @@ def draw(order: Mapping[str, float], metrics: Sequence[str], values: Values, fil
                 axes.text(column, row, number(value), ha="center", va="center", fontsize=6)
     axes.axvline(len([metric for metric in metrics if metric in FAITHFUL]) - 0.5, color="black", lw=1)
     axes.set_xlabel(
-        "Blue: among the best in this column. Red: among the worst. "
-        "Behind a name: mean rank in the columns left of the line.",
+        f"Blue: among the best in this column. Red: among the worst.\n{note}",
         fontsize=7,
     )
     figure.savefig(file, dpi=130)
 
 
 def number(value: float) -> str:
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
 
 
 def draw_curves(run: RunTables, file: Path) -> None:
