@@ -152,7 +152,10 @@ class _MethodTrial:
         assert first.target.shape == (count,), "the explained classes are not recorded"
         explicit = self.run(target=first.target.tolist())
         self.close(first.scores, explicit.scores, "the prediction, by default and by name")
-        other = (first.target + 1) % vit.prepared(self.images[:1]).outcomes
+        outcomes = vit.prepared(self.images[:1]).outcomes
+        if outcomes == 1:
+            return  # a question about one number
+        other = (first.target + 1) % outcomes
         changed = self.run(target=other)
         differs = not torch.equal(first.scores, changed.scores)
         mirrored = vit.classes == 1 and self.request.method.unsigned  # y and -y have gradients of the same size

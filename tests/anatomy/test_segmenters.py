@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import patchlight as pl
+from patchlight.anatomy.watching import Unseen
 from patchlight.core.drawing.heat import outlined
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.testing import check_method, contract_names
@@ -104,7 +105,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "Sam2Model": (_sam2, (1, 3, 5, 6)),
 }
 DPT, DEPTH, SAM = "DPTForSemanticSegmentation", "DPTForDepthEstimation", "SamModel"
-EOMT = "EomtForUniversalSegmentation"
+EOMT, MASK2FORMER = "EomtForUniversalSegmentation", "Mask2FormerForUniversalSegmentation"
 _OPENED: dict[str, Any] = {}
 
 
@@ -145,14 +146,15 @@ def test_the_states_read_and_the_parts(kind: str) -> None:
         vit.check_droppable()
 
 
-@pytest.mark.parametrize("kind", [DPT, DEPTH, "Mask2FormerForUniversalSegmentation"])
+@pytest.mark.parametrize("kind", [DPT, DEPTH, "DepthAnythingForDepthEstimation", MASK2FORMER])
 def test_gradients_equal_autograd_through_the_plain_model(kind: str) -> None:
     vit = opened(kind)
     leaf = inputs(vit).requires_grad_()
     scores = vit.scores_of(vit.model(pixel_values=leaf))[0, 0]
-    region = nn.functional.interpolate(_box(0, 16, 32, 64)[None, None], tuple(scores.shape), mode="area")[0, 0]
+    box = _box(0, 16, 32, 64)[: leaf.shape[2], : leaf.shape[3]]
+    region = nn.functional.interpolate(box[None, None], tuple(scores.shape), mode="area")[0, 0]
     (gradient,) = torch.autograd.grad((scores * region).sum() / region.sum(), leaf)
-    label = None if kind == DEPTH else 0
+    label = None if "Depth" in kind else 0
     head = pl.heads.Region(box=(0, 16, 32, 64), label=label, missed=True)
     att = pl.explain(vit, leaf.detach(), "grad", head=head, level="pixel", reduce="sum")
     torch.testing.assert_close(att.scores, gradient.sum(1), atol=1e-6, rtol=1e-3)
@@ -195,6 +197,41 @@ def test_depth_of_one_region_against_another() -> None:
     there, back = pl.heads.Region(box=a, against=b), pl.heads.Region(box=b, against=a)
     assert _score(vit, there) == pytest.approx(-_score(vit, back), abs=1e-5)
     assert _score(vit, there) != 0
+    asked = vit.ask(there).prepared(inputs(vit)).question
+    depth = torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(0))
+    outputs = [transformers.modeling_outputs.DepthEstimatorOutput(predicted_depth=depth + more) for more in (0, 3)]
+    torch.testing.assert_close(*(asked.read(output, 2)[0] for output in outputs), atol=1e-5, rtol=1e-5)
+
+
+def test_the_mix_of_masks_is_that_of_the_processor() -> None:
+    """It resizes masks to 384 x 384 pixels, and shows the class with the largest score."""
+    vit, generator = opened(MASK2FORMER), torch.Generator().manual_seed(0)
+    output = transformers.models.mask2former.modeling_mask2former.Mask2FormerForUniversalSegmentationOutput(
+        class_queries_logits=torch.randn(1, 6, len(vit.class_names) + 1, generator=generator),
+        masks_queries_logits=torch.randn(1, 6, 384, 384, generator=generator),
+    )
+    (shown,) = transformers.Mask2FormerImageProcessor().post_process_semantic_segmentation(output)
+    assert torch.equal(vit.scores_of(output)[0].argmax(0), shown)
+
+
+def test_attention_with_a_mask_for_each_head() -> None:
+    """As in the decoder of Mask2Former, where every image of a batch has its own masks."""
+    torch.manual_seed(0)
+    attention, tokens = nn.MultiheadAttention(8, 2), torch.randn(5, 3, 8)
+    mask = torch.randn(6, 5, 5)
+    plain, _ = attention(tokens, tokens, tokens, attn_mask=mask)
+    with Unseen(torch.ones(1, 5, dtype=torch.bool)):
+        watched, _ = attention(tokens, tokens, tokens, attn_mask=mask)
+    torch.testing.assert_close(watched, plain)
+
+
+def test_biases_behind_a_block_that_pools() -> None:
+    """The last block of SAM 2 leaves fewer tokens than enter it."""
+    vit = opened("Sam2Model")
+    asked = vit.ask(pl.heads.Mask(points=(20, 30)))
+    att = pl.explain(asked, inputs(vit), "fullgrad", progress=False)
+    assert att.scores.shape[1:] == vit.grid
+    assert att.scores.isfinite().all()
 
 
 def test_the_mask_of_a_point_is_held() -> None:
@@ -207,8 +244,14 @@ def test_the_mask_of_a_point_is_held() -> None:
     mask = out.pred_masks[0, 0, number]
     assert asked.question.number == number
     assert float(asked.logits(image)[0, 0]) == pytest.approx(float(mask[mask > 0].mean()), abs=1e-4)
-    att = pl.explain(vit, image, ["ixg", "rise"], head=pl.heads.Mask(points=[(20, 30)]))
-    assert all(each.scores.abs().max() > 0 for each in att.values())
+    leaf = image.clone().requires_grad_()
+    out = vit.model(pixel_values=leaf, input_points=torch.tensor([[[[20.0, 30.0]]]]))
+    (gradient,) = torch.autograd.grad(out.pred_masks[0, 0, number][mask > 0].mean(), leaf)
+    head = pl.heads.Mask(points=[(20, 30)])
+    att = pl.explain(vit, image, "grad", head=head, level="pixel", reduce="sum")
+    torch.testing.assert_close(att.scores, gradient.sum(1), atol=1e-6, rtol=1e-3)
+    row, column = (4 * (mask > 0).nonzero()[0]).tolist()  # another point of the mask
+    assert vit.ask(pl.heads.Mask(points=(column + 1, row + 1))).prepared(image).question.number == number
 
 
 def test_photographs_and_predicted_components() -> None:
@@ -233,7 +276,8 @@ def test_metrics_measure_a_region() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"box": (80, 80, 90, 90)}, "nothing of the region you gave lies in the picture"),
+        ({"box": (80, 80, 90, 90)}, r"region \[80, 80, 90, 90\] lies outside the image, which is 64 pixels wide"),
+        ({"point": (5, 64)}, "lies outside the image"),
         ({"box": (10, 10, 10, 20)}, r"region \[10, 10, 10, 20\] is empty"),
         ({"mask": torch.zeros(64, 64)}, "the region is empty"),
         ({"mask": torch.ones(8, 8)}, "the mask of the region is 8 x 8 pixels, and the image 64 x 64"),
@@ -354,7 +398,9 @@ def test_outlines_lie_on_the_border() -> None:
 
 QUICK = ("ixg", "genatt", "gradcam", "occlusion", "random")
 CONTRACT = [(DPT, name) for name in contract_names()]
-CONTRACT += [(kind, name) for kind in ("SegformerForSemanticSegmentation", EOMT, "yolos") for name in contract_names()]
+CONTRACT += [
+    (kind, name) for kind in ("SegformerForSemanticSegmentation", EOMT, SAM, "yolos") for name in contract_names()
+]
 
 
 @pytest.mark.parametrize(
@@ -365,17 +411,15 @@ CONTRACT += [(kind, name) for kind in ("SegformerForSemanticSegmentation", EOMT,
     ],
 )
 def test_methods_keep_their_contract(kind: str, name: str) -> None:
-    if kind == "yolos":
-        vit, head = detectors.opened("yolos"), pl.heads.Box(box=(10, 10, 60, 50), label="dog", missed=True)
-        images = detectors.images("yolos", 2)
+    vit = detectors.opened(kind) if kind == "yolos" else opened(kind)
+    images = detectors.images(kind, 2) if kind == "yolos" else inputs(vit, 2)
+    if vit.task == "detection":
+        head: Any = pl.heads.Box(box=(10, 10, 60, 50), label="dog", missed=True)
+    elif vit.task == "masks":
+        head = pl.heads.Mask(points=(20, 30))
     else:
-        vit = opened(kind)
-        images = inputs(vit, 2)
-        with torch.no_grad():
-            rarest = int(
-                vit.scores_of(vit.model(pixel_values=images)).argmax(1).flatten().bincount(minlength=2).argmin()
-            )
-        head = pl.heads.Region(box=(0, 16, 32, 64), label=rarest, missed=True)
+        counts = vit.scores_of(vit.plain(images)).argmax(1).flatten().bincount(minlength=2)
+        head = pl.heads.Region(box=(0, 16, 32, 64), label=int(counts.argmin()), missed=True)
     check_method(name, vit.ask(head), images)
 
 

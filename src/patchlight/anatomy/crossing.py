@@ -96,7 +96,7 @@ class CrossedAnatomy(Anatomy):
         return self.calls[index].fed[-1]
 
     def merging(self, index: int) -> Merging | None:
-        return None if self.stages is None or not 0 < index < self.depth else self.stages.merging(index)
+        return None if self.stages is None or not 0 < index <= self.depth else self.stages.merging(index)
 
     @property
     def sites(self) -> Sites:

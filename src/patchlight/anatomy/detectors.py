@@ -25,7 +25,7 @@ from patchlight.anatomy.probe import alike
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.anatomy.texts import NoTokenizer
 from patchlight.anatomy.watching import Unseen
-from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, nearest, warn
+from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess, in_batches
 
 _LOCAL = threading.local()
@@ -159,8 +159,7 @@ class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
         if len(tensors) != 1:
             raise PatchlightError(f"detect takes one image, and {len(tensors)} were given")
         bare = self if self.bare is None else self.bare
-        with torch.no_grad(), bare.steady():
-            found = bare.found(bare.call(bare.place(tensors[0])), sizes[0])
+        found = bare.found(bare.plain(bare.place(tensors[0])), sizes[0])
         return Detections([each for each in found if each.score >= threshold])
 
     def found(self, output: Any, size: tuple[int, int] | None) -> list[Detection]:
@@ -202,41 +201,6 @@ class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
         if size is not None:
             return self.preprocess.boxes_on_photograph(pixels, size)
         return torch.minimum(pixels.clamp(min=0), boxes.new_tensor([width, height, width, height]))
-
-    def from_photograph(self, box: Sequence[float], size: tuple[int, int] | None) -> Tensor:
-        """A box [4] from pixels of the photograph to parts of the model's input, from 0 to 1.
-
-        Raises:
-            PatchlightError: The box is not a box, or lies outside the image.
-        """
-        height, width = self.preprocess.size
-        shown = size or (width, height)
-        given = torch.tensor([[float(side) for side in box]])
-        left, top, right, bottom = given[0].tolist()
-        if not left < right or not top < bottom:
-            raise PatchlightError(
-                f"box {list(box)} is empty; give (left, top, right, bottom) with left < right, top < bottom"
-            )
-        preprocess = self.preprocess if size is not None else Preprocess((height, width), fit="squash")
-        moved = preprocess.boxes(given, shown)
-        outside = left >= shown[0] or top >= shown[1] or right <= 0 or bottom <= 0
-        if outside or len(moved) == 0:
-            raise PatchlightError(
-                f"box {list(box)} lies outside the image, which is {shown[0]} pixels wide and {shown[1]} high"
-            )
-        return moved[0] / moved.new_tensor([width, height, width, height])
-
-    def class_of(self, label: str | int) -> int:
-        """The number of a class, given by name or number."""
-        if isinstance(label, int):
-            if 0 <= label < len(self.class_names):
-                return label
-            raise PatchlightError(
-                f"label {label} does not exist; {self.name} has classes 0 to {len(self.class_names) - 1}"
-            )
-        if label not in self.class_names:
-            raise PatchlightError(f"{self.name} has no label '{label}'; {nearest(label, self.class_names)}")
-        return self.class_names.index(label)
 
     def default_question(self) -> Any:
         return Box()

@@ -20,7 +20,7 @@ from patchlight.anatomy.heads.regions import Mask, Region
 from patchlight.anatomy.hf import HuggingFaceAnatomy, PublishedFor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.tasks import TaskAnatomy
-from patchlight.core.errors import PatchlightError, Unsupported, nearest
+from patchlight.core.errors import Unsupported
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 _READ = ("logits", "predicted_depth", "class_queries_logits", "masks_queries_logits", "pred_masks", "iou_scores")
@@ -73,23 +73,6 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
         chances = output.class_queries_logits.softmax(2)[..., :-1]
         return torch.einsum("bqc,bqhw->bchw", chances, output.masks_queries_logits.sigmoid())
 
-    @property
-    def mixes(self) -> bool:
-        """Whether scores are mixed from masks of queries, and so are no logits."""
-        return type(self.model).__name__ in _QUERIES or isinstance(self, EomtAnatomy)
-
-    def class_of(self, label: str | int) -> int:
-        """The number of a class, given by name or number."""
-        if isinstance(label, int):
-            if 0 <= label < len(self.class_names):
-                return label
-            raise PatchlightError(
-                f"label {label} does not exist; {self.name} has classes 0 to {len(self.class_names) - 1}"
-            )
-        if label not in self.class_names:
-            raise PatchlightError(f"{self.name} has no label '{label}'; {nearest(label, self.class_names)}")
-        return self.class_names.index(label)
-
     def default_question(self) -> Any:
         return Region()
 
@@ -140,16 +123,13 @@ class PromptedAnatomy(SegmenterAnatomy):
         return Mask()
 
 
-_QUERIES = {
-    "Mask2FormerForUniversalSegmentation": "model.pixel_level_module.encoder",
-    "MaskFormerForInstanceSegmentation": "model.pixel_level_module.encoder",
-}
 _KINDS: Mapping[str, tuple[type[SegmenterAnatomy], str]] = {
     "SegformerForSemanticSegmentation": (SegmenterAnatomy, "segformer"),
     "DPTForSemanticSegmentation": (SegmenterAnatomy, "dpt"),
     "BeitForSemanticSegmentation": (SegmenterAnatomy, "beit"),
     "UperNetForSemanticSegmentation": (SegmenterAnatomy, "backbone"),
-    **{kind: (SegmenterAnatomy, path) for kind, path in _QUERIES.items()},
+    "Mask2FormerForUniversalSegmentation": (SegmenterAnatomy, "model.pixel_level_module.encoder"),
+    "MaskFormerForInstanceSegmentation": (SegmenterAnatomy, "model.pixel_level_module.encoder"),
     "EomtForUniversalSegmentation": (EomtAnatomy, ""),
     "DPTForDepthEstimation": (DepthAnatomy, "dpt"),
     "DepthAnythingForDepthEstimation": (DepthAnatomy, "backbone"),

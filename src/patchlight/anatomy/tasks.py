@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,18 @@ from torch import Tensor
 
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.discovery import tensors_in
+from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.images import Preprocess
 
 
 class TaskAnatomy(CrossedAnatomy):
     """A model with a `task`, whose output questions read (`patchlight.anatomy.heads.Question`).
 
-    It has no classes of its own. The probe compares all numbers of its output.
+    It has no classes of its own; `class_names` are those of its queries or pixels. The probe compares all numbers of
+    its output.
     """
+
+    class_names: Sequence[str] = ()
 
     def __init__(self, model: Any, **about: Any) -> None:
         super().__init__(model, **{"classes": 0, "pooling": "gradient", **about})
@@ -24,3 +30,47 @@ class TaskAnatomy(CrossedAnatomy):
         """All numbers of the output [rows,K]."""
         numbers = [each for each in tensors_in(out) if each.is_floating_point() and len(each) == rows]
         return torch.cat([each.flatten(1) for each in numbers], 1)
+
+    def plain(self, images: Tensor) -> Any:
+        """The output of the model as its users get it."""
+        with torch.no_grad(), self.steady():
+            return self.call(images)
+
+    def class_of(self, label: str | int) -> int:
+        """The number of a class, given by name or number."""
+        if isinstance(label, int):
+            if 0 <= label < len(self.class_names):
+                return label
+            raise PatchlightError(
+                f"label {label} does not exist; {self.name} has classes 0 to {len(self.class_names) - 1}"
+            )
+        if label not in self.class_names:
+            raise PatchlightError(f"{self.name} has no label '{label}'; {nearest(label, self.class_names)}")
+        return self.class_names.index(label)
+
+    def in_input(self, box: Sequence[float], size: tuple[int, int] | None, what: str = "box") -> Tensor:
+        """A box [4] of the photograph in pixels of the model's input.
+
+        Args:
+            box: Left, top, right and bottom.
+            size: Width and height of the photograph; None: the box is in pixels of the tensor.
+            what: What the box is called in an error.
+
+        Raises:
+            PatchlightError: The box is empty, or lies outside the image.
+        """
+        height, width = self.preprocess.size
+        shown = size or (width, height)
+        left, top, right, bottom = (float(side) for side in box)
+        if not left < right or not top < bottom:
+            raise PatchlightError(
+                f"{what} {list(box)} is empty; give (left, top, right, bottom) with left < right, top < bottom"
+            )
+        preprocess = self.preprocess if size is not None else Preprocess((height, width), fit="squash")
+        moved = preprocess.boxes(torch.tensor([[left, top, right, bottom]]), shown)
+        outside = left >= shown[0] or top >= shown[1] or right <= 0 or bottom <= 0
+        if outside or len(moved) == 0:
+            raise PatchlightError(
+                f"{what} {list(box)} lies outside the image, which is {shown[0]} pixels wide and {shown[1]} high"
+            )
+        return moved[0]

@@ -215,7 +215,10 @@ class AttentionTap(TorchFunctionMode):
                 F.linear(given[name].transpose(0, 1), w, b).unflatten(-1, (given["num_heads"], -1)).transpose(1, 2)
                 for name, w, b in zip(("query", "key", "value"), weights, biases, strict=True)
             ]
-            mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], given.get("attn_mask"))
+            mask = given.get("attn_mask")
+            if mask is not None and mask.ndim == 3:  # one for each head of each image
+                mask = mask.unflatten(0, (-1, given["num_heads"]))
+            mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], mask)
             out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
         self.tokens("o", out)
         return out.transpose(0, 1), None

@@ -98,7 +98,7 @@ class LayerMaps:
 
     def end_bias(self) -> Tensor | None:
         """The bias terms after the last block, as values of the tokens that enter block 0."""
-        return None if self.end.bias is None else self.lifted(self.end.bias, self.vit.depth - 1)
+        return None if self.end.bias is None else self.lifted(self.end.bias, self.vit.depth)
 
     def start_row(self, readout: str = "pooling") -> Tensor:
         """The row vector that a product of matrices begins with: the classifier's, the CLS row, or a mean row."""

@@ -78,16 +78,14 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
     bare: Any = service.vit.bare or service.vit
     result = schemas.ChoicesResult(frame=frame_of(bare, image.size))
     if bare.task == "detection":
-        with torch.no_grad(), bare.steady():
-            found = bare.found(bare.call(image.tensor), image.size)[:MOST]
+        found = bare.found(bare.plain(image.tensor), image.size)[:MOST]
         result.detections = [
             schemas.DetectionChoice(index=i, box=each.box, label=each.label, score=each.score)
             for i, each in enumerate(found)
             if each.score >= SURE or i < FEW
         ]
     if bare.task == "segmentation":
-        with torch.no_grad(), bare.steady():
-            classes = bare.scores_of(bare.call(image.tensor))[0].argmax(0)
+        classes = bare.scores_of(bare.plain(image.tensor))[0].argmax(0)
         result.areas = areas_of(classes.cpu().numpy(), bare.class_names, result.frame)
     resolved = service.resolve_question(request, image)
     question: Any = resolved.vit.question

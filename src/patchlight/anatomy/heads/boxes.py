@@ -201,11 +201,13 @@ class Box(DetectionQuestion):
         self.labels = ["detection"]
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
-        output = plain_output(vit, image)
+        output = vit.plain(image)
         chances, boxes = vit.probabilities_of(output)[0], corners(output.pred_boxes[0])
         label = None if self.label is None else vit.class_of(self.label)
         if self.box is not None:
-            self.hold(vit, output, size, self._at_box(vit, vit.from_photograph(self.box, size), label, chances, boxes))
+            height, width = vit.preprocess.size
+            given = vit.in_input(self.box, size) / torch.tensor([width, height, width, height])
+            self.hold(vit, output, size, self._at_box(vit, given, label, chances, boxes))
             return
         if self.query is None:
             found = sure_detections(vit, output, size, self.threshold)
@@ -270,7 +272,7 @@ class Boxes(DetectionQuestion):
         self.labels = ["detection"]
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
-        output = plain_output(vit, image)
+        output = vit.plain(image)
         sure = sure_detections(vit, output, size, self.threshold)[: self.top]
         boxes = corners(output.pred_boxes[0])
         self.hold(vit, output, size, [(boxes[d.query], vit.class_names.index(d.label), d.query) for d in sure])
@@ -298,12 +300,6 @@ def _pixels_in(box: Sequence[int], size: Sequence[int]) -> Tensor:
     inside = torch.zeros(*size)
     inside[top : max(bottom, top + 1), left : max(right, left + 1)] = 1
     return inside
-
-
-def plain_output(vit: Any, image: Tensor) -> Any:
-    """The output of the model for one image, as its users get it."""
-    with torch.no_grad(), vit.steady():
-        return vit.call(image)
 
 
 def corners(boxes: Tensor) -> Tensor:

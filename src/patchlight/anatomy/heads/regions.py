@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import PatchlightError
-from patchlight.core.images import Preprocess
 from patchlight.core.resize import to_pixels
 from patchlight.core.targets import Outputs, Target
 
@@ -83,9 +82,8 @@ class Region(Question):
         return asked
 
     def prepare(self, vit: SegmenterAnatomy, image: Tensor, size: tuple[int, int] | None) -> None:
-        with torch.no_grad(), vit.steady():
-            scores = vit.scores_of(vit.call(image))[0].float()
-        self.mixes, depth, best = vit.mixes, vit.task == "depth", scores.argmax(0)
+        scores = vit.scores_of(vit.plain(image))[0].float()
+        depth, best = vit.task == "depth", scores.argmax(0)
         if self.where is None and not depth:  # all that is predicted as the most frequent class
             label = int(best.flatten().mode().values) if self.label is None else vit.class_of(self.label)
             weights = (best == label).float()
@@ -97,17 +95,17 @@ class Region(Question):
                 weights = _component(best, weights)
         found = self.predicted or self.where is None
         self.regions = [] if found and depth else [_in_input(weights, vit) if found else region]
-        self.weights = _normal(weights)
-        self.other = None
+        self.weights, self.other = weights, None
         if depth:
             self.labels = ["depth"]
             if self.against is not None:
                 other = pixels_of(vit, self.against, size)
-                self.other = _normal(resized(other.to(scores), scores.shape[1:]))
+                self.other = resized(other.to(scores), scores.shape[1:])
                 self.regions = [region, other]
                 self.labels = ["depth against the other region"]
             return
-        shares = torch.zeros(len(scores)).index_add(0, best.flatten().cpu(), self.weights.flatten().cpu())
+        shares = torch.zeros(len(scores)).index_add(0, best.flatten().cpu(), weights.flatten().cpu())
+        shares = shares / shares.sum()
         most = int(shares.argmax())
         number = most if self.label is None else vit.class_of(self.label)
         if shares[number] == 0 and not self.missed:
@@ -133,7 +131,7 @@ class Region(Question):
             best = scores.argmax(1)
             found = torch.stack([self._over((best == each).to(scores), self.weights) for each in self.numbers], 1)
             return found, found
-        first, second = scores, scores if self.mixes else scores.softmax(1)
+        first, second = scores, scores if "class_queries_logits" in output else scores.softmax(1)
         if self.rival is not None:
             first = first - scores[:, self.rival, None]
         logits, shares = (
@@ -147,8 +145,8 @@ class Region(Question):
         weights = weights.to(values)
         if self.statistic == "max":
             return values.masked_fill(weights == 0, -torch.inf).flatten(1).amax(1)
-        found = (values * weights).sum((1, 2))
-        return found * (weights > 0).sum() if self.statistic == "sum" else found
+        total = (values * weights).sum((1, 2))
+        return total if self.statistic == "sum" else total / weights.sum()
 
     def default_target(self) -> Target:
         return 0
@@ -186,7 +184,7 @@ class Mask(Question):
         height, width = vit.preprocess.size
         inside = [[width / 2, height / 2]]
         if self.points is not None:
-            inside = [_moved(vit, (x, y, x + 1, y + 1), size)[:2].tolist() for x, y in self.points]
+            inside = [vit.in_input((x, y, x + 1, y + 1), size, "point")[:2].tolist() for x, y in self.points]
         self.places = image.new_tensor(inside)
         self.at = vit.at_points
         with torch.no_grad(), vit.steady():
@@ -195,7 +193,7 @@ class Mask(Question):
         mask = (out.pred_masks[0, 0, self.number] > 0).float()
         if not bool(mask.any()):
             raise PatchlightError(f"{vit.name} finds no mask at {self.points or 'the centre'}; give another point")
-        self.weights, self.regions = _normal(mask), [_in_input(mask, vit)]
+        self.weights, self.regions = mask / mask.sum(), [_in_input(mask, vit)]
         self.labels = [f"mask {self.number} of IoU {float(out.iou_scores[0, 0, self.number]):.2f}"]
 
     def call(self, vit: Any, images: Tensor) -> Any:
@@ -216,7 +214,7 @@ def pixels_of(vit: Any, where: Any, size: tuple[int, int] | None) -> Tensor:
     height, width = vit.preprocess.size
     if isinstance(where, tuple | list) and len(where) in (2, 4):
         box = where if len(where) == 4 else (where[0], where[1], where[0] + 1, where[1] + 1)
-        left, top, right, bottom = _moved(vit, box, size).tolist()
+        left, top, right, bottom = vit.in_input(box, size, "region").tolist()
         rows, columns = (torch.arange(side, dtype=torch.float32) for side in (height, width))
         inside = [
             (torch.minimum(side + 1, torch.tensor(end)) - torch.maximum(side, torch.tensor(begin))).clamp(min=0)
@@ -245,20 +243,6 @@ def resized(region: Tensor, size: Sequence[int]) -> Tensor:
     return F.adaptive_avg_pool2d(region[None], (size[0], size[1]))[0]
 
 
-def _moved(vit: Any, box: Sequence[float], size: tuple[int, int] | None) -> Tensor:
-    """A box [4] of the photograph in pixels of the model's input."""
-    height, width = vit.preprocess.size
-    if not (box[0] < box[2] and box[1] < box[3]):
-        raise PatchlightError(
-            f"region {list(box)} is empty; give (left, top, right, bottom), left < right, top < bottom"
-        )
-    preprocess = vit.preprocess if size is not None else Preprocess((height, width), fit="squash")
-    moved = preprocess.boxes(torch.tensor([[float(side) for side in box]]), size or (width, height))
-    if len(moved) == 0:
-        raise PatchlightError("nothing of the region you gave lies in the picture the model saw")
-    return moved[0]
-
-
 def _component(best: Tensor, seed: Tensor) -> Tensor:
     """The pixels connected to the seed whose class is the same."""
     from scipy.ndimage import label
@@ -271,10 +255,6 @@ def _component(best: Tensor, seed: Tensor) -> Tensor:
 def _in_input(weights: Tensor, vit: Any) -> Tensor:
     """Which pixels [H,W] of the model's input lie at weights [h,w] above 0."""
     return to_pixels((weights > 0).float(), vit.preprocess.size, upsampling="nearest").cpu()
-
-
-def _normal(weights: Tensor) -> Tensor:
-    return weights / weights.sum()
 
 
 def _shown(value: Any) -> Any:
