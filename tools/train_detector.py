@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +137,24 @@ def accuracy(model: Any, count: int, device: str) -> dict[str, float]:
     }
 
 
-def train(model: Any, steps: int | None, minutes: float, batch: int, rate: float, device: str) -> dict[str, Any]:
-    """Train for a number of steps, or for a time whose end the learning rate follows."""
+def train(
+    model: Any, loss_of: Callable[[Any, Scenes], Tensor], options: argparse.Namespace, device: str
+) -> dict[str, Any]:
+    """Train for a number of steps, or for a time whose end the learning rate follows; the weights are averages."""
+    steps, minutes, batch, rate = options.steps, options.minutes, options.batch, options.rate
     generator = torch.Generator(device).manual_seed(0)
-    weights = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     groups = [{"params": weights, "weight_decay": 0.02}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98))
-    average = {key: value.clone() for key, value in model.state_dict().items()}
+    average = {key: value.clone() for key, value in model.state_dict().items() if value.is_floating_point()}
     begin, step = time.perf_counter(), 0
     while True:
         done = step / steps if steps is not None else (time.perf_counter() - begin) / (60 * minutes)
         if done >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, (step + 1) / 300) * 0.5 * (1 + math.cos(math.pi * done)) + 1e-6
+            group["lr"] = rate * min(1, (step + 1) / options.warmup) * 0.5 * (1 + math.cos(math.pi * done)) + 1e-6
         scenes = compose(batch, generator)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             out = model(normalise(scenes.images))
@@ -162,10 +166,10 @@ def train(model: Any, steps: int | None, minutes: float, batch: int, rate: float
         keep = min(0.998, (step + 1) / (step + 10))
         state = model.state_dict()
         torch._foreach_lerp_(list(average.values()), [state[key] for key in average], 1 - keep)
-        if step % 200 == 0:
+        if step % 100 == 0:
             print(f"step {step}, {done:.0%}, loss {loss.item():.3f}", flush=True)
         step += 1
-    model.load_state_dict(average)
+    model.load_state_dict(model.state_dict() | average)
     return {"steps": step, "batch": batch, "rate": rate, "seconds": round(time.perf_counter() - begin, 1)}
 
 
@@ -183,32 +187,46 @@ def save_scenes(folder: Path, count: int = 6) -> None:
     (folder / "scenes.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options_of(about: str | None) -> argparse.Namespace:
+    """The command line of a training."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=6e-4)
+    parser.add_argument("--warmup", type=int, default=300, help="steps in which the rate rises")
     parser.add_argument("--scenes", type=int, default=2000, help="scenes on which the accuracy is measured")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def make(
+    name: str,
+    model: Any,
+    architecture: dict[str, Any],
+    loss_of: Callable[[Any, Scenes], Tensor],
+    accuracy: Callable[[Any, int, str], dict[str, float]],
+    options: argparse.Namespace,
+) -> None:
+    """Train a model, measure it, and write its weights and its card."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
-    model: Any = build().to(device).train()
-    how = train(model, options.steps, options.minutes, options.batch, options.rate, device)
+    how = train(model.to(device).train(), loss_of, options, device)
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"{NAME}.safetensors"
-    state = {key: value.half().cpu().contiguous() for key, value in model.state_dict().items()}
+    file = options.out / f"{name}.safetensors"
+    state = {
+        key: (value.half() if value.is_floating_point() else value).cpu().contiguous()
+        for key, value in model.state_dict().items()
+    }
     safetensors.torch.save_file(state, file)
-    model.load_state_dict({key: value.float() for key, value in state.items()})  # as it will be read
+    model.load_state_dict({key: value.to(model.state_dict()[key].dtype) for key, value in state.items()})  # as read
     found = accuracy(model.eval(), options.scenes, device)
     card = {
-        "name": NAME,
-        "library": "transformers.YolosForObjectDetection",
-        "architecture": ARCHITECTURE,
+        "name": name,
+        "library": f"transformers.{type(model).__name__}",
+        "architecture": architecture,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "classes": list(LABELS),
+        "classes": list(model.config.id2label.values()),
         "mean": MEAN,
         "std": STD,
         **{key: round(value, 4) for key, value in found.items()},
@@ -219,9 +237,15 @@ def main() -> None:
         },
         "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
     }
-    (options.out / f"{NAME}.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    save_scenes(options.out / "scenes")
+    (options.out / f"{name}.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(card, indent=2))
+
+
+def main() -> None:
+    options = options_of(__doc__)
+    torch.manual_seed(0)
+    make(NAME, build(), ARCHITECTURE, loss_of, accuracy, options)
+    save_scenes(options.out / "scenes")
 
 
 if __name__ == "__main__":
