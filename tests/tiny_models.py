@@ -326,7 +326,7 @@ GRIDS: dict[str, TinyModel] = {
     "ViViT": TinyModel(
         _hf("VivitForVideoClassification", **_VIDEO, tubelet_size=[2, 16, 16]), "video", CLIP, (2, 4, 4), 1, True
     ),
-    "V-JEPA2": TinyModel(_hf("VJEPA2ForVideoClassification", **_JEPA), "video", CLIP, (2, 4, 4), 0, True),
+    "V-JEPA2": TinyModel(_hf("VJEPA2ForVideoClassification", **_JEPA), "video", CLIP, (2, 4, 4), 0, True, quick=True),
     "TimeSformer": TinyModel(
         _hf("TimesformerForVideoClassification", **_VIDEO), "video", CLIP, (4, 4, 4), 1, False, quick=True
     ),

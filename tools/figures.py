@@ -6,9 +6,13 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.cli import app
@@ -69,10 +73,48 @@ def draw_similar(path: Path) -> None:
     pl.figure(photos, maps, predictions=[f"similar to the other: {cosine:.2f}"] * 2, path=path)
 
 
+class Volumes(nn.Module):
+    """A small ViT over volumes of 64 x 64 x 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv3d(1, 24, 16, 16)
+        self.blocks = nn.ModuleList(Block(24, 3) for _ in range(2))
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, volumes: Tensor) -> Tensor:
+        tokens = self.project(volumes).flatten(2).mT
+        for block in self.blocks:
+            tokens = block(tokens)
+        logits: Tensor = self.head(tokens.mean(1))
+        return logits
+
+
+def draw_arrays(folder: Path) -> None:
+    """A clip of a moving disc, a volume with a ball in it and a rising tone, explained by small random models."""
+    from transformers import ASTConfig, ASTForAudioClassification, VideoMAEConfig, VideoMAEForVideoClassification
+
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    place = torch.linspace(-1, 1, 64)
+    discs = [(place[:, None] ** 2 + (place - x) ** 2 < 0.1).expand(3, -1, -1) for x in torch.linspace(-0.6, 0.6, 8)]
+    ball = place[:, None, None] ** 2 + (place[:, None] - 0.2) ** 2 + (place + 0.3) ** 2 < 0.3
+    tone = torch.exp(-(((torch.arange(64) - 8 - torch.arange(256)[:, None] / 6) / 3) ** 2))
+    clips = VideoMAEForVideoClassification(VideoMAEConfig(**sizes, image_size=64, num_frames=8))
+    sounds = ASTForAudioClassification(ASTConfig(**sizes, max_length=256, num_mel_bins=64))
+    for name, model, given, about in (
+        ("video", clips, torch.stack(discs), dict[str, Any]()),
+        ("volume", Volumes(), ball[None], {"input_shape": (1, 64, 64, 64)}),
+        ("sound", sounds, tone, {}),
+    ):
+        pl.explain(pl.wrap(model.eval(), **about), given[None].float(), "ixg").figure(folder / f"{name}.png")
+
+
 def main() -> None:
     draw_demo(DOCS)
     draw_prototypes(DOCS / "prototypes.png")
     draw_similar(DOCS / "similar.png")
+    draw_arrays(DOCS)
     draw_gates(DOCS / "results" / "diffmask-layers.png")
 
 

@@ -24,7 +24,6 @@ from tests.families import CLASSES
 from tests.helpers import assert_near, quick_map, refuses
 from tests.helpers import tiny as small_vit
 from tests.tiny_models import (
-    CLASSIFIERS,
     GRIDS,
     MODELS,
     UNBUILT,
@@ -176,7 +175,6 @@ def test_a_position_bias_is_gathered_with_the_tokens(name: str) -> None:
             vit.block(0, tokens)
 
 
-@pytest.mark.slow
 def test_rotary_positions_stay_with_their_cells() -> None:
     """V-JEPA 2 numbers tokens again if it is not given their positions."""
     vit = opened("V-JEPA2")
@@ -380,6 +378,23 @@ def test_a_model_that_reads_the_image_twice_is_refused_in_one_sentence(where: st
 def test_wrong_videos_are_refused_in_one_sentence() -> None:
     refuses("this model takes [B,4,3,64,64]", pl.explain, opened("VideoMAE"), torch.randn(1, 6, 3, 64, 64), "genatt")
     refuses("no videos were given", pl.explain, opened("VideoMAE"), [], "genatt")
+    clips = [torch.randn(frames, 3, 64, 64) for frames in (4, 6)]
+    refuses("this model takes [B,4,3,64,64]", pl.explain, opened("VideoMAE"), clips, "genatt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "options"),
+    [
+        ("UNETR", 48, {"img_size": (32, 32, 48), "feature_size": 8, "hidden_size": 48, "mlp_dim": 64, "num_heads": 4}),
+        pytest.param("SwinUNETR", 64, {"feature_size": 12, "depths": (1, 1, 1, 1)}, marks=pytest.mark.slow),
+    ],
+)
+def test_networks_that_read_the_volume_beside_their_blocks_are_refused(kind: str, columns: int, options: Any) -> None:
+    nets = pytest.importorskip("monai.networks.nets")
+    torch.manual_seed(0)
+    model = getattr(nets, kind)(in_channels=1, out_channels=3, **options)
+    shape = (1, 32, 32, columns)
+    refuses("also reads the image", pl.wrap, model, input_shape=shape, output=lambda out: out[:, :, 3, 4, 5])
 
 
 @pytest.mark.parametrize("place", [(60, 5), (5, 30)])
@@ -393,13 +408,19 @@ def test_sound_beyond_the_last_cell_is_not_read(place: tuple[int, int]) -> None:
 
 
 def test_time_sformer_says_why_it_needs_every_cell() -> None:
-    assert "time and space in turns" in str(opened("TimeSformer").can_drop)
+    """Its blocks take some of its cells for a smaller grid without an error; the probe must find that it is wrong."""
+    vit, keep = opened("TimeSformer"), torch.arange(0, 64, 2)[None]
+    assert "time and space in turns" in str(vit.can_drop)
+    with vit.steady(), torch.no_grad():
+        tokens = vit.embed(inputs("TimeSformer", 1))
+        assert vit.block(0, vit.gather(tokens, keep), keep).isfinite().all()
+        assert vit.see_drop(tokens)
 
 
 METHODS = ("genatt", "rollout", "gradcam", "ixg.libra", "tis", "occlusion")
 
 
-@each(lambda row: opens(row) and row.quick, CLASSIFIERS)
+@each(opens)
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m == "genatt" else pytest.mark.slow) for m in METHODS])
 def test_methods_keep_their_contract(name: str, method: str) -> None:
     check_method(method, opened(name), inputs(name))

@@ -269,7 +269,7 @@ class CrossedAnatomy(Anatomy):
             with crossing(see):
                 out = self.run_model(images)
         except Exception as error:
-            raise refused_input(self, images, error) from error
+            raise refused_input(self.name, images.shape, error) from error
         depth, count = len(self.paths), len(order)
         if order != list(range(depth)):
             often = (
@@ -316,7 +316,8 @@ class CrossedAnatomy(Anatomy):
                 out = self.answer(call, states[number + 1])
             else:
                 out = call.returned if one else call.blank(site.tokens)
-            site.capture(self.unflat(states[number], call.fed) if number in states else site.tokens, out)
+            enters = number in states and number not in self.breaks
+            site.capture(self.unflat(states[number], call.fed) if enters else site.tokens, out)
             return out
 
         return skip
@@ -404,7 +405,7 @@ class CrossedAnatomy(Anatomy):
             self._freezes = flow.used
             self.see_constants(calls)
             outputs = [self.flat(tensors_in(call.returned)[0]) for call in calls]
-            self.breaks = frozenset(i for i in range(1, len(calls)) if not _same(inputs[i], outputs[i - 1]))
+            self.breaks = frozenset(i for i in range(1, len(calls)) if not torch.equal(inputs[i], outputs[i - 1]))
             tokens = self.embed(image)
             if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # reported for every model
                 return None
@@ -484,7 +485,7 @@ class CrossedAnatomy(Anatomy):
         """Refuse blocks that read something of the image besides their tokens."""
         for here, blank in zip(calls, self.calls, strict=True):
             pairs = zip(tensors_in([here.rest, here.named]), tensors_in([blank.rest, blank.named]), strict=False)
-            if not all(_same(a, b) for a, b in pairs):
+            if not all(torch.equal(a, b) for a, b in pairs):
                 raise Unsupported(
                     f"{self.name} cannot be opened at its blocks: they read more of the image than their tokens; "
                     f"{BY_HAND}"
@@ -530,7 +531,7 @@ class CrossedAnatomy(Anatomy):
             ) from failed
         if not alike(end, last):
             why, worst = "its forward, or a hook, does more than call one block after the other", (end, last)
-        elif alike(whole, self._behind(last, image)):
+        elif alike(whole, self._behind(dict(enumerate(states)), image)):
             why, worst = "its head also reads the image", (whole, logits)
         else:
             why, worst = "its head reads more than the tokens of its blocks", (whole, logits)
@@ -684,7 +685,3 @@ class ScoreTap(AttentionTap):
     def attend(self, scores: Tensor) -> Tensor:
         self.scores = scores
         return super().attend(scores)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)

@@ -26,7 +26,7 @@ from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
 from patchlight.anatomy.locating import found_in, located
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.parts import named_parts
+from patchlight.anatomy.parts import find, named_parts
 from patchlight.anatomy.prompts import ANSWERING
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -150,7 +150,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         about = described(model, known, self.classifies, name=name, labels=labels, processor=processor, **about)
         inputs = self.inputs(model.config, about)
         found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims, inputs.patches)
-        self.head_paths = [path for path in _CLASSIFIERS if _find(model, path) is not None] if self.classifies else []
+        self.head_paths = [path for path in _CLASSIFIERS if find(model, path) is not None] if self.classifies else []
         about |= located(self.seen_blocks(found, model), inputs.size, stage, about["name"])
         super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **about)
 
@@ -337,15 +337,6 @@ def read_processor(name: str, where: Mapping[str, Any]) -> Any:
 
 def _pair(size: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, Sequence) else (int(size), int(size))
-
-
-def _find(module: nn.Module, *paths: str) -> nn.Module | None:
-    for path in paths:
-        try:
-            return module.get_submodule(path)
-        except AttributeError:
-            continue
-    return None
 
 
 def required_after_first(cls: type[nn.Module]) -> list[str]:

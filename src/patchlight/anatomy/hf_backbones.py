@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hf import (
     CLIP,
@@ -60,6 +58,7 @@ class BackboneAnatomy(HuggingFaceAnatomy):
         "DeiTModel": PublishedFor(DEIT),
         "Dinov2Model": PublishedFor(DINO, True),
         "Dinov2WithRegistersModel": PublishedFor(DINO, True),
+        "DINOv3ViTModel": PublishedFor(DINO3, True),
     }
 
     def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
@@ -72,16 +71,6 @@ class BackboneAnatomy(HuggingFaceAnatomy):
     def logits_of(self, out: Any, rows: int) -> Tensor:
         """The normalised CLS token."""
         return cast(Tensor, out.last_hidden_state[:, 0])
-
-
-class RotaryAnatomy(BackboneAnatomy):
-    """DINOv3: each block gets rotary positions, gathered per sample when tokens are dropped."""
-
-    known: ClassVar[Mapping[str, PublishedFor]] = {"DINOv3ViTModel": PublishedFor(DINO3, True)}
-
-    def parts(self, index: int) -> Parts:
-        found = super().parts(index)
-        return replace(found, beyond=found.beyond or "its attention rotates queries and keys")
 
 
 class MaskedAnatomy(BackboneAnatomy):
@@ -178,7 +167,7 @@ class HuggingFacePair(TowerAnatomy, TextSide):
             return Outputs("sigmoid", scale, float(net.logit_bias)) if self._sigmoid else Outputs("softmax", scale)
 
 
-_KINDS = (BackboneAnatomy, RotaryAnatomy, MaskedAnatomy, TowerAnatomy, HuggingFacePair)
+_KINDS = (BackboneAnatomy, MaskedAnatomy, TowerAnatomy, HuggingFacePair)
 
 
 def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:

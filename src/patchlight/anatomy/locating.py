@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.discovery import Convolution, Discovery, discover
-from patchlight.anatomy.probe import BY_HAND
+from patchlight.anatomy.probe import refused_input
 from patchlight.anatomy.windows import Merging
-from patchlight.core.errors import PatchlightError, first_line
+from patchlight.core.errors import PatchlightError
 from patchlight.core.layout import Geometry
 
 
@@ -71,11 +71,7 @@ def found_in(
     except PatchlightError as error:
         raise PatchlightError(f"{name} cannot be opened: {error}") from error
     except Exception as error:
-        reason = first_line(error).rstrip(".")
-        raise PatchlightError(
-            f"{name} does not take a preprocessed image of shape {[1, *shape]}: {reason}; give a preprocessing of the "
-            f"size it takes; if its input is not an image, {BY_HAND}"
-        ) from error
+        raise refused_input(name, (1, *shape), error) from error
     if found is None:
         raise PatchlightError(f"{name} is a convolutional network: it has no attention between patches")
     return found

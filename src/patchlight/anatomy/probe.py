@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,10 +50,10 @@ def probe_head(vit: Anatomy, bare: Anatomy) -> None:
     vit.reads_first = bare.reads_first and vit.depth == bare.depth and vit.pooling == bare.pooling
 
 
-def refused_input(vit: Anatomy, image: Tensor, error: Exception) -> PatchlightError:
-    """The error of a model that cannot be run on an image."""
+def refused_input(name: str, shape: Sequence[int], error: Exception) -> PatchlightError:
+    """The error of a model that cannot be run on an image of this shape."""
     return PatchlightError(
-        f"{vit.name} does not take an image of shape {list(image.shape)}: {first_line(error).rstrip('.')}; give a "
+        f"{name} does not take an image of shape {list(shape)}: {first_line(error).rstrip('.')}; give a "
         f"preprocessing of the size it takes (and channels=, if not 3); if its input is not an image, {BY_HAND}"
     )
 
@@ -62,7 +63,7 @@ def _whole(vit: Anatomy, image: Tensor) -> Tensor:
     try:
         out: Any = vit.whole(image)
     except Exception as error:
-        raise refused_input(vit, image, error) from error
+        raise refused_input(vit.name, image.shape, error) from error
     out = getattr(out, "logits", out)
     out = out[0] if isinstance(out, tuple | list) and out else out
     if not isinstance(out, Tensor) or out.ndim != 2 or out.shape[0] != 1:

@@ -95,7 +95,9 @@ def sampled_scores(
     return -scores if inverted else scores, torch.stack(masks, 2).flatten(1, 2)
 
 
-def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
+def _refuses(settings: Settings, vit: Anatomy) -> str | None:
+    if vit.can_drop is None and vit.depth == 0:
+        return f"it clusters the outputs of blocks, and {vit.name} is opened as a feature map without blocks"
     return vit.can_drop
 
 
@@ -108,7 +110,7 @@ def _no_dropping(settings: Settings, vit: Anatomy) -> str | None:
     cost="1 + samples (1024) forwards of half the tokens, and a k-means",
     quick={"samples": 48},
     presets={"authors": {"empty": "zero", "iterations": 100, "stretch": True}},
-    refuses=_no_dropping,
+    refuses=_refuses,
     reads=lambda settings, vit: block_outputs(vit),
     constant="every mask had the same score (keep=1 shows the whole image in each); use a smaller keep",
 )

@@ -110,14 +110,15 @@ def _video(att: Attribution, scores: Tensor, scale: Scale, photo: Tensor | None)
 
 
 def _volume(att: Attribution, scores: Tensor, scale: Scale, photo: Tensor | None) -> ShownFigure:
-    """Three orthogonal slices through the highest-scoring cell, each with the place of the other two."""
+    """Three orthogonal slices through the (middle) highest-scoring cell, each with the place of the other two."""
     size, cells = att.image_size, torch.tensor(att.grid)
-    best = torch.stack(torch.unravel_index(scores.argmax(), att.grid))
+    highest = (scores == scores.max()).nonzero().float()  # several cells in sets that share a score
+    best = highest[(highest - highest.mean(0)).norm(dim=1).argmin()]
     covered = torch.tensor(att.extent or size)
     centre = ((best + 0.5) * covered / cells).long().tolist()
     fine = _of_one(att, scores).upsample()[0]
     planes = [(0, (1, 2)), (1, (0, 2)), (2, (0, 1))]
-    fig = _new_figure(9, 3.5)
+    fig = _new_figure(9, 1.1 + 7.5 * max(size[:2]) / (2 * size[2] + size[1]))
     panels = fig.subplots(1, 3, width_ratios=[size[across] for _, (_, across) in planes])
     for ax, (axis, (down, across)) in zip(panels, planes, strict=True):
         flat = None if photo is None else photo.select(axis + 1, centre[axis])
