@@ -10,6 +10,7 @@ import argparse
 import ast
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "patchlight"
 ROOMS = ("engine.py", "metrics", "study")
 SECONDS = 240
-"""A mutant whose tests take longer is in an endless loop, and counts as killed."""
+"""A mutant whose tests take more CPU time, or ten times as long, is in an endless loop, and counts as killed."""
 TESTS = {
     "engine.py": "test_engine.py",
     "metrics": "metrics/test_base.py metrics/test_perturbation.py metrics/test_contract.py",
@@ -126,7 +127,7 @@ def is_killed(mutant: Mutant) -> bool:
         child = os.fork()
         if not child:
             _run_tests(folder, tests_of(mutant.path))
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + 10 * SECONDS
         while (state := os.waitpid(child, os.WNOHANG))[0] == 0:
             if time.monotonic() > end:
                 os.kill(child, signal.SIGKILL)
@@ -138,6 +139,7 @@ def _run_tests(folder: str, files: list[str]) -> None:
     """End the process with 0 if all tests pass."""
     import pytest
 
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = folder  # of processes that tests start
     silent = os.open(os.devnull, os.O_WRONLY)

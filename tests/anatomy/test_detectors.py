@@ -219,7 +219,7 @@ def test_boxes_explains_all_detections() -> None:
         (lambda: pl.heads.Box(detection=9), "detection 9 does not exist; yolos has 5 detections"),
         (lambda: pl.heads.Box(query=1, detection=1), "give one of"),
         (lambda: pl.heads.Box(missed=True), "needs the box and the label"),
-        (lambda: pl.heads.Box(score="best"), "score is 'best'"),
+        (lambda: pl.heads.Box(score="best"), "setting score='best' of 'Box' is not valid"),
         (lambda: pl.heads.Box(box=(1, 2, 3)), "box has 3 numbers"),
     ],
 )

@@ -519,6 +519,38 @@ def test_one_tensor_is_one_reference(vit: Anatomy, batch: Tensor) -> None:
     assert vit.ask(heads.Similar(batch[0])).classes == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (heads.Box, {"box": "1234"}),
+        (heads.Box, {"box": 5}),
+        (heads.Box, {"box": ("left", 2, 3, 4)}),
+        (heads.Box, {"box": [None] * 4}),
+        (heads.Box, {"label": 1.5}),
+        (heads.Boxes, {"threshold": "sure"}),
+        (heads.Boxes, {"score": []}),
+        (heads.Region, {"box": "1234"}),
+        (heads.Region, {"point": "xy"}),
+        (heads.Region, {"label": []}),
+        (heads.Mask, {"points": [1, 2, 3]}),
+        (heads.Mask, {"points": "xy"}),
+        (heads.Answer, {"prompt": 5}),
+        (heads.Answer, {"prompt": ["what"]}),
+        (heads.Answer, {"prompt": "what", "words": [5]}),
+        (heads.Answer, {"prompt": "what", "choices": "no"}),
+        (heads.Answer, {"prompt": "what", "without": "looking"}),
+    ],
+)
+def test_arguments_of_questions_have_their_types(kind: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(PatchlightError, match=f"^setting {list(settings)[-1]}=.* of '{kind.__name__}' is not valid: "):
+        kind(**settings)
+
+
+def test_arrays_stand_for_numbers() -> None:
+    assert heads.Box(box=torch.tensor([1, 2, 3, 4]).numpy()).box == (1, 2, 3, 4)
+    assert heads.Mask(torch.tensor([[1.0, 2.0]])).points == [[1, 2]]
+
+
 def test_pocket_may_be_random() -> None:
     trained, random = pl.load("pocket"), pl.load("pocket", pretrained=False)
     assert identity(trained) != identity(random)

@@ -276,15 +276,16 @@ def test_metrics_measure_a_region() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"box": (80, 80, 90, 90)}, r"region \[80, 80, 90, 90\] lies outside the image, which is 64 pixels wide"),
+        ({"box": (80, 80, 90, 90)}, r"region \[80.0, 80.0, 90.0, 90.0\] lies outside the image, which is 64 pixels"),
         ({"point": (5, 64)}, "lies outside the image"),
-        ({"box": (10, 10, 10, 20)}, r"region \[10, 10, 10, 20\] is empty"),
+        ({"box": (10, 10, 10, 20)}, r"region \[10.0, 10.0, 10.0, 20.0\] is empty"),
         ({"mask": torch.zeros(64, 64)}, "the region is empty"),
         ({"mask": torch.ones(8, 8)}, "the mask of the region is 8 x 8 pixels, and the image 64 x 64"),
+        ({"mask": "none.png"}, "no image at 'none.png'"),
         ({"box": (0, 0, 9, 9), "label": "road"}, "has no label 'road'"),
         ({"box": (0, 0, 9, 9), "label": 7}, "label 7 does not exist"),
         ({"box": (0, 0, 9, 9), "point": (1, 1)}, "box and point were given"),
-        ({"statistic": "median"}, "unknown statistic 'median'"),
+        ({"statistic": "median"}, "setting statistic='median' of 'Region' is not valid"),
         ({"predicted": True}, "predicted=True needs point"),
     ],
 )

@@ -524,7 +524,7 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
     with pytest.raises(PatchlightError, match="choices are complete answers"):
         pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
     with pytest.raises(PatchlightError, match="choices has 1 answer"):
-        pl.heads.Answer(PROMPT, choices="red")
+        pl.heads.Answer(PROMPT, choices=["red"])
     with pytest.raises(PatchlightError, match="words is empty"):
         pl.heads.Answer(PROMPT, words=[])
     with pytest.raises(PatchlightError, match="place is 'end'"):

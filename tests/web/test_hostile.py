@@ -23,6 +23,7 @@ import patchlight as pl
 from patchlight.web.app import BODIES
 from patchlight.web.guard import Guard
 from patchlight.web.serve import Server as Here
+from patchlight.web.serve import guarded as guarded_app
 from patchlight.web.service import ModelService
 from tests.web import hostile
 from tests.web.server import WEB, Server
@@ -535,9 +536,13 @@ def test_bodies_are_read_after_the_token_and_only_where_one_is_taken() -> None:
     async def ask(path: str, method: str = "POST", **headers: str) -> int:
         statuses: list[int] = []
 
+        waiting = [{"type": "http.request", "body": bytes(100), "more_body": False}]
+
         async def receive() -> dict[str, Any]:
+            if not waiting:
+                await asyncio.Event().wait()
             read.append(path)
-            return {"type": "http.request", "body": bytes(100), "more_body": False}
+            return waiting.pop()
 
         async def send(message: Any) -> None:
             statuses.extend([message["status"]] if "status" in message else [])
@@ -563,6 +568,38 @@ def test_bodies_are_read_after_the_token_and_only_where_one_is_taken() -> None:
     assert read == []
     assert asyncio.run(ask("/api/images", **right)) == 200
     assert read == ["/api/images"]
+
+
+@pytest.mark.parametrize("wait", [0, 20])
+def test_work_of_a_client_that_left_is_dropped(wait: int) -> None:
+    """A job whose id was not sent ends; one that the client knows goes on."""
+    body = {"image": "cat", "methods": [{"name": "tis"}], "wait": wait}
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def state() -> str:
+        service = ModelService(pl.load("pocket"))
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            while not (jobs := list(service.jobs.values())) or jobs[0].status.state != "running":
+                await asyncio.sleep(0.01)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/api/explain", "headers": headers, "query_string": b""}
+        await guarded_app(service)(scope, receive, send)
+        (job,) = service.jobs.values()
+        if wait:
+            await asyncio.wait([job.done], timeout=60)
+        state = job.status.state
+        service.close()
+        return state
+
+    assert asyncio.run(state()) in (("cancelled",) if wait else ("waiting", "running"))
 
 
 def test_who_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

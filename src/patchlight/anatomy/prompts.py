@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from patchlight.anatomy.texts import NoTokenizer
-from patchlight.core.errors import PatchlightError, first_line
+from patchlight.core.errors import PatchlightError, escape_surrogates, first_line
 
 ANSWERING = (
     "LlavaForConditionalGeneration",
@@ -115,7 +115,7 @@ class Prompts:
         """The ids of an answer."""
         if isinstance(answer, str):
             self._check()
-            ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(escape_surrogates(answer), add_special_tokens=False)["input_ids"]
         else:
             ids = answer
         if len(ids) == 0:

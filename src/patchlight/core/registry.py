@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatch
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from types import NoneType, UnionType
 from typing import (
     Any,
@@ -171,6 +171,23 @@ def settings_of(function: Callable[..., Any]) -> Mapping[str, Setting]:
     return settings
 
 
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a method check its arguments against their types; arrays and tensors may stand for numbers and lists."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = signature.bind(*args, **kwargs)
+        for name, setting in settings_of(function).items():
+            if name in given.arguments and setting.kind is not Any:
+                value = given.arguments[name]
+                plain = value.tolist() if hasattr(value, "tolist") else value
+                given.arguments[name] = setting.checked(plain, function.__qualname__.partition(".")[0])
+        return function(*given.args, **given.kwargs)
+
+    return checked
+
+
 def _description(kind: Any) -> str:
     """The description in a type or in a part of it, as in `Annotated[float, Field(description=…)]`."""
     descriptions = (getattr(field_info, "description", None) for field_info in getattr(kind, "__metadata__", ()))
@@ -318,7 +335,7 @@ def describe_type(kind: Any) -> str:
         return " | ".join(map(repr, inside))
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(describe_type, inside)))
-    if origin is list or (origin is tuple and inside[-1] is Ellipsis):
+    if origin in (list, Sequence) or (origin is tuple and inside[-1] is Ellipsis):
         return f"list of {describe_type(inside[0])}"
     if origin is tuple:
         return f"({', '.join(map(describe_type, inside))})"

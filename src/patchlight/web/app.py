@@ -167,7 +167,11 @@ async def _begin(job_input: JobInput[Any], kind: schemas.Kind, work: Work, respo
     job = RunningJob(kind, queue, lambda job: work(job_input, job))
     service.jobs.add(job)
     if job_input.request.wait:
-        await asyncio.wait([job.done], timeout=job_input.request.wait)
+        try:
+            await asyncio.wait([job.done], timeout=job_input.request.wait)
+        except asyncio.CancelledError:  # the client has left without the job's id
+            await job.cancel()
+            raise
     response.status_code = 200 if job.over is not None else 202
     return job.status
 

@@ -83,7 +83,11 @@ class Guard:
                 await answer(scope, receive, send_secured)
                 return
             try:
-                await self._app(scope, _replay(body, receive), send_secured)
+                async with anyio.create_task_group() as tasks:
+                    if self._has_body(scope):
+                        tasks.start_soon(_cancel_when_left, tasks.cancel_scope, receive)
+                    await self._app(scope, _replay(body, receive), send_secured)
+                    tasks.cancel_scope.cancel()
             except Exception as error:
                 if not has_left(error):
                     raise
@@ -108,11 +112,14 @@ class Guard:
             words = "A token is required: send 'Authorization: Bearer TOKEN', or open the page with '#token=TOKEN'."
             raise Refused(401, words, **{"www-authenticate": "Bearer"})
 
+    def _has_body(self, scope: Scope) -> bool:
+        return scope["method"] == "POST" and scope["path"] in self._takes_body
+
     async def _body(
         self, scope: Scope, headers: dict[str, str], receive: Receive, until_answered: contextlib.ExitStack
     ) -> bytes:
         """The body, if the route takes one; refused if it is too large or too slow."""
-        if scope["method"] != "POST" or scope["path"] not in self._takes_body:
+        if not self._has_body(scope):
             return b""
         limit = MOST_BYTES if scope["path"] == "/api/images" else MOST_JSON
         length = headers.get("content-length", "0")
@@ -155,6 +162,13 @@ class Guard:
 
 def _too_large(limit: int) -> Refused:
     return Refused(413, f"The body is too large; the limit is {limit // 2**20} MB.", connection="close")
+
+
+async def _cancel_when_left(scope: anyio.CancelScope, receive: Receive) -> None:
+    """Cancel the work of a request whose client has left. Behind the body, only a disconnect arrives."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

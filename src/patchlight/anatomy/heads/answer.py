@@ -11,6 +11,7 @@ from torch import Tensor
 
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import DegenerateMap, PatchlightError, warn
+from patchlight.core.registry import check_arguments
 from patchlight.core.targets import Outputs
 
 VISUAL = 0.5
@@ -73,6 +74,7 @@ class Answer(Question):
     text = ""
     """The answer of this image."""
 
+    @check_arguments
     def __init__(
         self,
         prompt: str | Sequence[int],
@@ -94,8 +96,6 @@ class Answer(Question):
             if len(choices) < 2:
                 raise PatchlightError(f"choices has {len(choices)} answer(s); give at least two")
             self.outputs = Outputs("softmax")
-        if without not in ("removed", "blank"):
-            raise PatchlightError(f"without is {without!r}; give 'removed' or 'blank'")
         self.prompt, self.answer, self.asked, self.against = prompt, answer, words, against
         self.choices, self.force, self.without = choices, force, without
         self.labels: list[str] = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import PatchlightError, Unsupported, integer
+from patchlight.core.registry import check_arguments
 from patchlight.core.targets import Target
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 SIDES = ("left", "top", "right", "bottom")
 BoxScore = Literal["match", "class", "logit", "box", "drise", "left", "top", "right", "bottom"]
-SCORES = ("match", "class", "logit", "box", "drise", *SIDES)
 OVERLAP = 0.05
 """The least IoU with which a query overlaps a box."""
 SURE = 0.5
@@ -64,10 +64,6 @@ class DetectionQuestion(Question):
     references: Sequence[Reference] = ()
     score: BoxScore | None = None
     detector: Any = None
-
-    def _check_score(self) -> None:
-        if self.score is not None and self.score not in SCORES:
-            raise PatchlightError(f"score is {self.score!r}; give one of {', '.join(SCORES)}")
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
         chances = self.detector.probabilities_of(output)
@@ -169,6 +165,7 @@ class Box(DetectionQuestion):
         >>> question = pl.heads.Box(box=(12, 40, 180, 200), label="dog", missed=True)            # doctest: +SKIP
     """
 
+    @check_arguments
     def __init__(
         self,
         detection: int | None = None,
@@ -194,10 +191,9 @@ class Box(DetectionQuestion):
             raise PatchlightError(f"box has {len(box)} numbers; give left, top, right and bottom")
         self.detection = integer("detection", 0 if detection is None else detection, 0)
         self.query = None if query is None else integer("query", query, 0)
-        self.box = None if box is None else tuple(float(side) for side in box)
+        self.box = None if box is None else tuple(box)
         self.label, self.score, self.missed = label, "class" if missed else score, missed
-        self.threshold = float(threshold)
-        self._check_score()
+        self.threshold = threshold
         self.labels = ["detection"]
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
@@ -266,9 +262,9 @@ class Boxes(DetectionQuestion):
         score: As in `Box`.
     """
 
+    @check_arguments
     def __init__(self, threshold: float = 0.5, top: int = 5, score: BoxScore | None = None) -> None:
-        self.threshold, self.top, self.score = float(threshold), integer("top", top, 1), score
-        self._check_score()
+        self.threshold, self.top, self.score = threshold, integer("top", top, 1), score
         self.labels = ["detection"]
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:

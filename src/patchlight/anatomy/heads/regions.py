@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import PatchlightError
+from patchlight.core.images import open_mask
+from patchlight.core.registry import check_arguments
 from patchlight.core.resize import to_pixels
 from patchlight.core.targets import Outputs, Target
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from patchlight.anatomy.segmenters import PromptedAnatomy, SegmenterAnatomy
 
 Statistic = Literal["mean", "sum", "max", "share"]
-_STATISTICS = ("mean", "sum", "max", "share")
 
 
 class Region(Question):
@@ -49,6 +49,7 @@ class Region(Question):
     tasks, annotations = ("segmentation", "depth"), ("masks",)
     numbers: Sequence[int] = (0,)
 
+    @check_arguments
     def __init__(
         self,
         mask: Any = None,
@@ -64,8 +65,6 @@ class Region(Question):
         given = [name for name, value in (("mask", mask), ("box", box), ("point", point)) if value is not None]
         if len(given) > 1:
             raise PatchlightError(f"a region is one of mask, box and point; {' and '.join(given)} were given")
-        if statistic not in _STATISTICS:
-            raise PatchlightError(f"unknown statistic {statistic!r}; use one of {', '.join(_STATISTICS)}")
         if predicted and point is None:
             raise PatchlightError("predicted=True needs point=(x, y), a pixel of the component")
         self.where = mask if mask is not None else box if box is not None else point
@@ -175,8 +174,9 @@ class Mask(Question):
 
     tasks, annotations = ("masks",), ("masks",)
 
-    def __init__(self, points: Sequence[Any] | None = None) -> None:
-        given = None if points is None else np.asarray(points, dtype=float).reshape(-1, 2)
+    @check_arguments
+    def __init__(self, points: tuple[float, float] | Sequence[tuple[float, float]] | None = None) -> None:
+        given = None if not points else np.asarray(points, dtype=float).reshape(-1, 2)
         self.points = None if given is None else given.tolist()
         self.labels = []
 
@@ -222,7 +222,7 @@ def pixels_of(vit: Any, where: Any, size: tuple[int, int] | None) -> Tensor:
         ]
         return inside[0][:, None] * inside[1]
     if isinstance(where, str | Path):
-        where = Image.open(where).convert("L")
+        where = open_mask(Path(where)).convert("L")
     mask = (torch.as_tensor(np.array(where)).squeeze() != 0).float()
     if mask.ndim != 2:
         raise PatchlightError(f"the mask of the region has shape {list(mask.shape)}; give one number for each pixel")
