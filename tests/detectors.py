@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import patchlight as pl
 
 QUERIES, CLASSES = 5, 5
-SIZE = (64, 96)
+SIZE, SQUARE = (64, 96), (64, 64)
 _ENCODER = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
 _DECODER = {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 _SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
@@ -29,12 +29,22 @@ def drawn(model: nn.Module) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _convolutional() -> dict[str, Any]:
-    """A convolutional backbone of 32 channels, and queries and classes."""
+def _resnet(kind: str = "ResNetConfig", first: int = 4) -> Any:
+    """A convolutional backbone of 32 channels that returns the maps from stage `first` on."""
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4}
-    backbone = transformers.ResNetConfig(**sizes, layer_type="basic", out_features=["stage4"])
+    stages = [f"stage{number}" for number in range(first, 5)]
+    return getattr(transformers, kind)(**sizes, layer_type="basic", out_features=stages)
+
+
+def _convolutional() -> dict[str, Any]:
+    """A convolutional backbone, and queries and classes."""
     where = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
-    return {"backbone_config": backbone, **where, "num_queries": QUERIES, "num_labels": CLASSES, **_ENCODER, **_DECODER}
+    return {
+        **{"backbone_config": _resnet(), "num_queries": QUERIES, "num_labels": CLASSES},
+        **where,
+        **_ENCODER,
+        **_DECODER,
+    }
 
 
 def yolos() -> Any:
@@ -65,6 +75,56 @@ def owl(second: bool = False) -> Any:
     return drawn(getattr(transformers, f"{name}ForObjectDetection")(made))
 
 
+def windowed(kind: str, **backbone: Any) -> Any:
+    """RF-DETR or LW-DETR: four windows of 4 x 4 patches, and some blocks that see all of them."""
+    config = getattr(transformers, f"{kind}Config")(
+        backbone_config={
+            **{"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "mlp_ratio": 2},
+            **{"patch_size": 8, "image_size": SQUARE[0], "out_features": ["stage2", "stage4"]},
+            **backbone,
+        },
+        **{"d_model": 32, "group_detr": 1, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_n_points": 2},
+        **{"decoder_self_attention_heads": 4, "decoder_cross_attention_heads": 4},
+        **{"num_queries": QUERIES, "num_labels": CLASSES},
+        **({"projector_scale_factors": [1.0]} if kind == "LwDetr" else {}),
+    )
+    return drawn(getattr(transformers, f"{kind}ForObjectDetection")(config))
+
+
+def deformable(**options: Any) -> Any:
+    given = {**_convolutional(), "backbone_config": _resnet(first=2), "encoder_n_points": 2, "decoder_n_points": 2}
+    config = transformers.DeformableDetrConfig(**given, **options)
+    return drawn(transformers.DeformableDetrForObjectDetection(config))
+
+
+def dab() -> Any:
+    given = {key: value for key, value in _convolutional().items() if key != "d_model"}
+    return drawn(transformers.DabDetrForObjectDetection(transformers.DabDetrConfig(**given, hidden_size=32)))
+
+
+def real_time(kind: str, backbone: Any = None, points: Any = 2, **options: Any) -> Any:
+    """RT-DETR, or a model like it."""
+    config = getattr(transformers, f"{kind}Config")(
+        **{"backbone_config": backbone or _resnet("RTDetrResNetConfig", 2), "d_model": 32, "encoder_hidden_dim": 32},
+        **{"encoder_in_channels": [16, 16, 32], "decoder_in_channels": [32] * 3, "encoder_attention_heads": 4},
+        **{"encoder_ffn_dim": 64, "decoder_layers": 2, "num_denoising": 0, "decoder_n_points": points},
+        **{"decoder_attention_heads": 4, "decoder_ffn_dim": 64, "num_queries": QUERIES, "num_labels": CLASSES},
+        **options,
+    )
+    return drawn(getattr(transformers, f"{kind}ForObjectDetection")(config))
+
+
+def dfine() -> Any:
+    backbone = transformers.HGNetV2Config(
+        **{"stem_channels": [3, 8, 8], "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4},
+        **{"stage_in_channels": [8, 8, 16, 16], "stage_mid_channels": [8] * 4, "stage_kernel_size": [3] * 4},
+        **{"stage_out_channels": [8, 16, 16, 32], "stage_num_blocks": [1] * 4, "stage_numb_of_layers": [1] * 4},
+        **{"stage_downsample": [False, True, True, True], "stage_light_block": [False] * 4},
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    return real_time("DFine", backbone, [2, 2, 2], max_num_bins=8)
+
+
 def letters(texts: Sequence[str], max_length: int, **_: Any) -> dict[str, Tensor]:
     """A tokenizer of single letters; 99 ends a text."""
     rows = [[ord(letter) % 90 + 1 for letter in text] + [99] for text in texts]
@@ -79,6 +139,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "conditional": conditional,
     "owl": owl,
     "owlv2": lambda: owl(second=True),
+    "rf": lambda: windowed("RfDetr", model_type="rf_detr_dinov2", num_windows=2),
+    "lw": lambda: windowed(
+        "LwDetr", model_type="lw_detr_vit", num_windows=4, pretrain_image_size=64, window_block_indices=[0, 2]
+    ),
+    "rt": lambda: real_time("RTDetr"),
+    "rtv2": lambda: real_time("RTDetrV2"),
+    "dfine": dfine,
+    "deformable": deformable,
+    "two-stage": lambda: deformable(two_stage=True, with_box_refine=True, two_stage_num_proposals=QUERIES),
+    "dab": dab,
 }
 
 
@@ -89,7 +159,8 @@ def opened(name: str) -> pl.Anatomy:
     if name.startswith("owl"):
         preprocess = pl.Preprocess((64, 64), fit="squash")
         return pl.wrap(MODELS[name](), texts=["dog", "cat"], tokenizer=letters, preprocess=preprocess, name=name)
-    return pl.wrap(MODELS[name](), labels=LABELS, preprocess=pl.Preprocess(SIZE, fit="squash"), name=name)
+    size = SQUARE if name in ("rf", "lw") else SIZE
+    return pl.wrap(MODELS[name](), labels=LABELS, preprocess=pl.Preprocess(size, fit="squash"), name=name)
 
 
 def images(name: str, count: int = 1) -> Tensor:

@@ -7,17 +7,14 @@ Brackets are 95 % bootstrap intervals over scenes; one line per scene goes to ``
 
 from __future__ import annotations
 
-import argparse
-import json
-import warnings
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import patchlight as pl
-from patchlight.core.statistics import bootstrap_weights, percentiles
+from tools.scene_tables import Line, interval, make_table
 from tools.train_vlm import WORDS, ask, normalise
 
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
@@ -49,7 +46,7 @@ def scenes(count: int) -> list[tuple[Tensor, Tensor, str, str]]:
     return chosen
 
 
-def measure(places: dict[str, Any], image: Tensor, mask: Tensor, question: str, colour: str) -> dict[str, Any]:
+def measure(places: dict[str, Any], image: Tensor, mask: Tensor, question: str, colour: str) -> Line:
     """For each method: whether the highest patch lies on the object, and deletion; empty for a wrong answer."""
     head, tower = pl.heads.Answer(question), places["tower"]
     words = tower.ask(head).prepared(tower.batch(image)).question
@@ -76,16 +73,10 @@ def measure(places: dict[str, Any], image: Tensor, mask: Tensor, question: str, 
     return {"gain": words.words[-1].gain, "methods": rows}
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def table(lines: Sequence[Line]) -> str:
     """The table in Markdown."""
     right = [line["methods"] for line in lines if line]
-    weights = bootstrap_weights(len(right)) / len(right)
     values = {key: torch.tensor([each[key] for each in right], dtype=torch.float64) for key in right[0]}
-
-    def interval(each: Tensor, form: str) -> str:
-        low, high = percentiles(weights @ each)
-        return f"{each.mean():{form}} [{low:{form}}, {high:{form}}]"
-
     rows = [
         f"{len(right)} of {len(lines)} answers name the right colour, with a gain above 0.5 nats; these are measured.",
         "",
@@ -101,21 +92,11 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scenes", type=int, default=60)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    record = options.out.with_suffix(".jsonl")
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    places = {place: pl.load("pocket-vlm", device=device, place=place) for place in METHODS}
-    for scene in scenes(options.scenes)[len(lines) :]:
-        lines.append(measure(places, *scene))
-        with record.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-    options.out.write_text(table(lines), encoding="utf-8")
-    print(table(lines))
+    def measure_on(device: str) -> Callable[[Any], Line]:
+        places = {place: pl.load("pocket-vlm", device=device, place=place) for place in METHODS}
+        return lambda scene: measure(places, *scene)
+
+    make_table(__doc__, scenes, measure_on, table)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from patchlight.data import Batch
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
 from patchlight.study.run import cells
+from patchlight.testing import check_method, contract_names
 from patchlight.zoo.shapes import SCENES
 from tests import detectors
 
@@ -47,7 +48,7 @@ def test_parts_make_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_autograd(name: str) -> None:
     vit, images = detectors.opened(name), detectors.images(name)
-    att = pl.explain(vit, images, "ixg", head=pl.heads.Box(query=2), level="pixel")
+    att = pl.explain(vit, images, "ixg", head=pl.heads.Box(query=2, score="class"), level="pixel")
     leaf = images.clone().requires_grad_()
     out = plain(name, leaf)
     held = int((out.logits[0, 2, :-1] if name in ("yolos", "detr") else out.logits[0, 2]).argmax())
@@ -72,6 +73,81 @@ def test_match_is_the_probability_where_nothing_is_removed(name: str) -> None:
     assert value >= surest.score - 1e-5  # another query may match better, except for the surest
     assert number > 0 or value == pytest.approx(surest.score, abs=1e-5)
     assert asked.labels[0].startswith(f"{surest.label} {surest.score:.2f} at ")
+
+
+@pytest.mark.parametrize("name", ["rf", "lw"])
+def test_windows_in_the_batch_axis_are_put_together(name: str) -> None:
+    vit: Any = detectors.opened(name)
+    assert (vit.grid, vit.windows, vit.states_read) == ((8, 8), 4, (2, 4))
+    inside, whole = (4, vit.tokens // 4, vit.tokens // 4), (1, vit.tokens, vit.tokens)
+    everywhere = {"rf": (2,), "lw": (1, 3)}[name]
+    assert [reach.shape for reach in vit.reaches] == [whole if i in everywhere else inside for i in range(4)]
+    numbers = torch.arange(64.0).view(8, 8)
+    cells = vit.reaches[0].queries(vit.layout.of_tokens(numbers.view(1, 64)))[0, :, vit.prefix // 4 :]
+    assert cells[1].tolist() == numbers[:4, 4:].flatten().tolist()
+    images = detectors.images(name)
+    changed = images.clone()
+    changed[..., 8:16, 40:48] += 1
+    with vit.steady(), torch.no_grad():
+        before, after = (vit.layout.of_cells(vit.embed(each))[0] for each in (images, changed))
+    assert (before != after).any(1).nonzero().flatten().tolist() == [numbers[1, 5]]
+
+
+class Two(pl.heads.Boxes):
+    """Two detections, of which the first is explained by default."""
+
+    def default_target(self) -> int:
+        return 0
+
+
+QUICK = ("ixg", "genatt", "occlusion", "random")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=() if name in QUICK and kind == "rf" else pytest.mark.slow)
+        for kind in ("detr", "owl", "rf", "rt")
+        for name in contract_names()
+    ],
+)
+def test_methods_keep_their_contract(kind: str, name: str) -> None:
+    """YOLOS is among the models of test_segmenters.py."""
+    check_method(name, detectors.opened(kind).ask(Two(threshold=0, top=2)), detectors.images(kind, 2))
+
+
+@pytest.mark.parametrize("name", ["rf", "lw", "two-stage"])
+def test_a_query_that_is_selected_again_is_refused_on_changed_images(name: str) -> None:
+    vit, images = detectors.opened(name), detectors.images(name)
+    with pytest.raises(PatchlightError, match=r"chosen anew for every image, .* score='match' works"):
+        pl.explain(vit, images, "rise", head=pl.heads.Box(score="class"), samples=8)
+    att = pl.explain(vit, images, "rise", head=pl.heads.Box(), samples=8)
+    assert att.scores.any()
+    assert att.head["held"] == "selection"
+    with pytest.raises(PatchlightError):
+        pl.explain(vit, images, "occlusion", unit="token")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rt", r"reads the image beside its tokens \(other scales of its backbone\)"),
+        ("deformable", "deformable attention looks at points between cells, so it has no rows"),
+    ],
+)
+def test_detectors_that_read_several_maps_are_opened_at_the_first(name: str, words: str) -> None:
+    vit, images = detectors.opened(name), detectors.images(name)
+    assert vit.grid == (8, 12)
+    with pytest.raises(PatchlightError, match=words):
+        pl.explain(vit, images, "genatt")
+    assert pl.explain(vit, images, "gradcam").scores.any()
+
+
+def test_a_map_that_is_not_all_that_is_read_is_refused() -> None:
+    model, about = detectors.MODELS["rt"](), {"preprocess": pl.Preprocess(detectors.SIZE), "name": "rt"}
+    assert pl.wrap(model, stage=-4, **about).grid == (16, 24)
+    with pytest.raises(PatchlightError, match="also reads earlier maps of its backbone than that of stage -1; give"):
+        pl.wrap(model, stage=-1, **about)
 
 
 def hidden(name: str, vit: Any, images: Tensor, keep: Tensor) -> Tensor:
@@ -132,6 +208,40 @@ def test_a_query_of_yolos_reads_its_own_token() -> None:
         tokens = vit.run(vit.embed(detectors.images("yolos")))
         row = vit.pool_row(vit.readout(tokens), None, tokens, torch.tensor([0]))
     assert row[0, vit.prefix + vit.cells + 3] == pytest.approx(1)
+
+
+def test_detection_tokens_in_another_order_are_other_queries() -> None:
+    torch.manual_seed(0)  # as `opened`
+    model, order = detectors.yolos(), torch.tensor([3, 0, 4, 1, 2])
+    stem, encoder = model.vit.embeddings, model.vit.encoder
+    for table in (stem.detection_tokens, stem.position_embeddings, encoder.interpolation.mid_position_embeddings):
+        table.data[..., -len(order) :, :] = table.data[..., -len(order) :, :][..., order, :].clone()
+    turned = pl.wrap(model, labels=detectors.LABELS, preprocess=pl.Preprocess(detectors.SIZE, fit="squash"))
+    images = detectors.images("yolos")
+    for method in ("ixg", "genatt", "tis"):
+        maps = [
+            pl.explain(vit, images, method, head=pl.heads.Box(query=query)).scores
+            for vit, query in ((detectors.opened("yolos"), 4), (turned, 2))
+        ]
+        torch.testing.assert_close(maps[0], maps[1], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["owl", "owlv2"])
+def test_a_query_of_owl_by_hand(name: str) -> None:
+    vit: Any = detectors.opened(name)
+    images, net = detectors.images(name), vit.net
+    with vit.steady(), torch.no_grad():
+        tower = net.owlvit if name == "owl" else net.owlv2
+        tokens = tower.vision_model.post_layernorm(vit.run(vit.embed(images)))
+        features = net.layer_norm(tokens[:, 1:] * tokens[:, :1])
+        head = net.class_head
+        unit = torch.nn.functional.normalize(head.dense0(features), dim=-1)
+        texts = torch.nn.functional.normalize(net.patchlight_texts, dim=-1)
+        logits = (unit @ texts.mT + head.logit_shift(features)) * (head.elu(head.logit_scale(features)) + 1)
+        boxes = (net.box_head(features) + net.box_bias).sigmoid()
+        out = vit.call(images)
+    torch.testing.assert_close(out.logits, logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.pred_boxes, boxes, atol=1e-5, rtol=1e-4)
 
 
 def test_texts_in_another_order_are_other_classes() -> None:
@@ -298,6 +408,11 @@ def test_other_objects_of_the_class() -> None:
     twice[..., 2:26, 60:84] = image[..., 20:44, 17:41]  # a second cross
     assert [d.label for d in vit.detect(twice)].count("cross") == 2
     first = vit.detect(twice)[0]
+    for number, detection in enumerate(vit.detect(twice)):
+        if detection.label == "cross":  # the map of each copy lies on it, not on the other
+            maps = pl.explain(vit, twice, "genatt", head=pl.heads.Box(detection=number))
+            values = pl.evaluate(vit, twice, maps, ["energy-pointing", "other-objects"])
+            assert values["energy-pointing"].values.item() > 5 * values["other-objects"].values.item()
     ones = torch.ones(1, 12, 12)
     value = pl.evaluate(vit, twice, ones, "other-objects", head=pl.heads.Box()).values.item()
     other = next(d for d in vit.detect(twice) if d.label == first.label and d.query != first.query)

@@ -144,6 +144,8 @@ class Contract(ABC):
     """Which of a model's outputs is read, if there are several."""
     states_read: tuple[int, ...] = ()
     """The states that the readout reads, if it reads others than the last."""
+    windows: int = 1
+    """In how many windows of the batch axis the blocks take the tokens of one input."""
     hierarchical: bool = False
     """Whether it has stages and is opened at one of them, whose feature map is read."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts, Pooling, States
-from patchlight.anatomy.discovery import map_tensors, tensors_in
+from patchlight.anatomy.discovery import joined, map_tensors, parted, tensors_in
 from patchlight.anatomy.intercepting import (
     BlockCall,
     Entered,
@@ -63,9 +63,10 @@ class CrossedAnatomy(Anatomy):
         pools: bool = False,
         attentions: Sequence[str] = (),
         stage: int | None = None,
+        windows: int = 1,
         **about: Any,
     ) -> None:
-        self.stage = stage
+        self.stage, self.windows = stage, windows
         self.paths, self.pools, self.attentions = list(paths), pools, list(attentions)
         self.reaches: list[Reach | None] = []
         """Which tokens the attention of each block connects, if not all with all."""
@@ -252,8 +253,8 @@ class CrossedAnatomy(Anatomy):
         outputs = [head(features) for head in self.sites.heads]
         return outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0) if outputs else features
 
-    def record(self, images: Tensor) -> tuple[Tensor, list[BlockCall], list[Tensor]]:
-        """The logits of the plain forward, the calls of its blocks, and the tokens that enter them."""
+    def record(self, images: Tensor) -> tuple[Any, list[BlockCall], list[Tensor]]:
+        """The output of the plain forward, the calls of its blocks, and the tokens that enter them."""
         sites, calls, inputs, order = self.sites, list[BlockCall](), list[Tensor](), list[int | None]()
 
         def see(site: Site) -> Any:
@@ -278,7 +279,7 @@ class CrossedAnatomy(Anatomy):
                 else f"calls the blocks of its {self.blocks_name} {count} times for one image, but there are {depth}"
             )
             raise PatchlightError(f"{self.name} {often}; wrap a module that runs it once, or {BY_HAND}")
-        return self._read(out, len(images)), calls, inputs
+        return out, calls, inputs
 
     def blank(self, count: int) -> Tensor:
         """A blank input for the states of `count` images; one is enough unless the forward reads the batch size."""
@@ -377,15 +378,15 @@ class CrossedAnatomy(Anatomy):
             yield
 
     def flat(self, tokens: Tensor) -> Tensor:
-        """Cells of a map as tokens [B,N,D]."""
+        """Cells of a map, or tokens of windows in the batch axis, as tokens [B,N,D]."""
         if tokens.ndim == 3:
-            return tokens
+            return joined(tokens, self.windows, self.prefix // self.windows)
         return tokens.flatten(1, -2) if self.channels_last else tokens.flatten(2).mT
 
     def unflat(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-        """Tokens [B,N,D] as a map of this shape."""
+        """Tokens [B,N,D] as a map of this shape, or in windows."""
         if len(shape) == 3:
-            return tokens
+            return parted(tokens, self.windows, self.prefix // self.windows)
         last = self.channels_last
         found: Tensor = tokens.unflatten(1, tuple(shape[1:-1])) if last else tokens.mT.unflatten(2, tuple(shape[2:]))
         return found
@@ -401,7 +402,8 @@ class CrossedAnatomy(Anatomy):
         with torch.inference_mode(False), torch.no_grad(), self.steady():
             image = random_image(self)
             with Flowing() as flow:
-                whole, calls, inputs = self.record(image)
+                out, calls, inputs = self.record(image)
+                whole = self._read(out, len(image))
             self._freezes = flow.used
             self.see_constants(calls)
             outputs = [self.flat(tensors_in(call.returned)[0]) for call in calls]
@@ -409,7 +411,7 @@ class CrossedAnatomy(Anatomy):
             tokens = self.embed(image)
             if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # reported for every model
                 return None
-            if self.stages is not None and not self.reaches:
+            if (self.stages is not None or self.windows > 1) and not self.reaches:
                 self.reaches = [self._see_reach(index, inputs[index]) for index in range(len(calls))]
                 self._watch_reaches()
             last = self.run(tokens)
@@ -435,7 +437,7 @@ class CrossedAnatomy(Anatomy):
 
         try:
             base = scores(tokens)
-            if base is None or base.shape[-2:] == (count, count):
+            if base is None or (base.shape[-2:] == (count, count) and self.windows == 1):
                 return None
             if base.shape[-1] != base.shape[-2]:
                 return self._see_pooled(index, base)
@@ -468,7 +470,7 @@ class CrossedAnatomy(Anatomy):
 
     def _see_beyond(self, before: Tensor) -> str:
         """Compare the first token of the last block, from the tokens `before` it, with what its parts compute."""
-        if self.stages is not None:
+        if self.stages is not None or self.windows > 1:
             return "its attention is within windows or to pooled tokens"
         self.beyond = ""
         parts = self.parts(self.depth - 1) if self.depth else Parts()

@@ -1,7 +1,8 @@
-"""Anatomy of transformers' object detectors: YOLOS, DETR and Conditional DETR, OWL-ViT and OWLv2.
+"""Anatomy of transformers' object detectors.
 
-Each is opened at the blocks of its encoder; everything behind them (queries, decoder, heads) is its readout. A detector
-has no classes of its own: `pl.heads.Box` and `pl.heads.Boxes` read its output.
+YOLOS, DETR, Conditional DETR, OWL-ViT, OWLv2, RF-DETR and LW-DETR are opened at the blocks of their encoder; everything
+behind them (queries, decoder, heads) is the readout. RT-DETR, D-FINE, Deformable DETR and DAB-DETR are opened at a
+map of their backbone. A detector has no classes of its own: `pl.heads.Box` and `pl.heads.Boxes` read its output.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import register_family
+from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.heads.boxes import Box, corners
-from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed
+from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed, described
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import alike
 from patchlight.anatomy.tasks import TaskAnatomy
@@ -79,7 +81,7 @@ class Detections(Sequence[Detection]):
     __repr__ = __str__
 
 
-class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
+class Detector(TaskAnatomy):
     """A detector: `logits` [B,Q,C] of Q queries and their boxes `pred_boxes` [B,Q,4] (centre and size, from 0 to 1).
 
     `class_names` are the names of its classes. `softmax`: whether the logits are a softmax with "no object" last, not
@@ -91,14 +93,8 @@ class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
     classifies = False
     softmax = False
     selects = False
-    known: ClassVar[Mapping[str, PublishedFor]] = {}
-    published: ClassVar[PublishedFor] = PublishedFor(
-        Preprocess((800, 1066), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down"), True
-    )
-    """The preprocessing if the model has no processor."""
 
-    def __init__(self, model: Any, labels: Sequence[str] | None = None, processor: Any = None, **about: Any) -> None:
-        about = prepared_by(model, processor, self.published, about)
+    def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
         self.class_names = names_of(model, labels)
         super().__init__(model, **about)
 
@@ -109,38 +105,6 @@ class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
     def logits_of(self, out: Any, rows: int) -> Tensor:
         """Logits and boxes side by side [rows,K]."""
         return torch.cat([self.class_logits(out).flatten(1), out.pred_boxes.flatten(1)], 1)
-
-    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        _LOCAL.kept = positions
-        return super().block(index, tokens, positions)
-
-    def kept(self, tokens: Tensor) -> Tensor | None:
-        """The places [B,k] of tokens of which some were dropped; None if all are there."""
-        positions: Tensor | None = getattr(_LOCAL, "kept", None)
-        if positions is None or tokens.shape[1] == self.tokens:
-            return None
-        return self.places(positions).expand(len(tokens), -1)
-
-    def see_drop(self, tokens: Tensor) -> str | None:
-        """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
-        if self.selects:
-            return f"the queries of {self.name} are chosen anew for every image"
-        keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
-        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
-        seen[0, self.places(keep)[0]] = True
-        kept, hidden = self.gather(tokens, keep), tokens
-        try:
-            for index in range(self.depth):
-                kept = self.block(index, self.merge(index, kept), keep)
-            logits = self.classified(kept)
-            for index in range(self.depth):
-                with Unseen(seen):
-                    hidden = self.block(index, self.merge(index, hidden))
-        except Exception as error:
-            return f"its blocks need every token ({first_line(error)})"
-        if not alike(self.gather(hidden, keep), kept, 1e-4):
-            return "its blocks compute other tokens when some are left out than when these are hidden from attention"
-        return None if bool(logits.isfinite().all()) else "its decoder needs every token"
 
     def detect(self, image: Any, threshold: float = 0.5) -> Detections:
         """The objects in one image whose score is at least the threshold, the surest first.
@@ -206,6 +170,51 @@ class DetectorAnatomy(HuggingFaceAnatomy, TaskAnatomy):
         return Box()
 
 
+PUBLISHED = PublishedFor(Preprocess((800, 1066), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down"), True)
+"""The preprocessing if a model has no processor."""
+
+
+class DetectorAnatomy(HuggingFaceAnatomy, Detector):
+    """A detector that is opened at the blocks of its encoder."""
+
+    published = PUBLISHED
+
+    def __init__(self, model: Any, processor: Any = None, **about: Any) -> None:
+        super().__init__(model, **prepared_by(model, processor, about))
+
+    def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        _LOCAL.kept = positions
+        return super().block(index, tokens, positions)
+
+    def kept(self, tokens: Tensor) -> Tensor | None:
+        """The places [B,k] of tokens of which some were dropped; None if all are there."""
+        positions: Tensor | None = getattr(_LOCAL, "kept", None)
+        if positions is None or tokens.shape[1] == self.tokens:
+            return None
+        return self.places(positions).expand(len(tokens), -1)
+
+    def see_drop(self, tokens: Tensor) -> str | None:
+        """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
+        if self.selects:
+            return f"the queries of {self.name} are chosen anew for every image"
+        keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
+        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
+        seen[0, self.places(keep)[0]] = True
+        kept, hidden = self.gather(tokens, keep), tokens
+        try:
+            for index in range(self.depth):
+                kept = self.block(index, self.merge(index, kept), keep)
+            logits = self.classified(kept)
+            for index in range(self.depth):
+                with Unseen(seen):
+                    hidden = self.block(index, self.merge(index, hidden))
+        except Exception as error:
+            return f"its blocks need every token ({first_line(error)})"
+        if not alike(self.gather(hidden, keep), kept, 1e-4):
+            return "its blocks compute other tokens when some are left out than when these are hidden from attention"
+        return None if bool(logits.isfinite().all()) else "its decoder needs every token"
+
+
 class YolosAnatomy(DetectorAnatomy):
     """YOLOS: detection tokens behind the patches, and tables of positions that are added between blocks."""
 
@@ -253,6 +262,57 @@ class DetrAnatomy(DetectorAnatomy):
 
     def parts(self, index: int) -> Parts:
         return replace(super().parts(index), norm1=None, norm2=None, beyond="its norms follow attention and MLP")
+
+
+class WindowedDetector(DetectorAnatomy):
+    """RF-DETR and LW-DETR, whose blocks take windows of the image in the batch axis."""
+
+    selects = True
+
+    def __init__(self, model: Any, **about: Any) -> None:
+        side = model.config.backbone_config.image_size
+        self.published = PublishedFor(replace(self.published.preprocess, size=(side, side)), True)
+        super().__init__(model, **about)
+
+
+class DetectorMap(FeatureMapAnatomy, Detector):
+    """A detector that is opened at a feature map of its backbone."""
+
+    library = "transformers"
+
+    def __init__(self, model: Any, **about: Any) -> None:
+        scales = hasattr(model.config, "feat_strides")
+        self.selects = getattr(model.config, "two_stage", scales)
+        super().__init__(model, **{"pooling": "gradient", **about})
+        if scales:
+            self.can_attend = (
+                f"{self.name} reads the image beside its tokens (other scales of its backbone), so its blocks are not "
+                "all it decides on; methods on pixels and feature maps work"
+            )
+        elif hasattr(model.config, "two_stage"):
+            self.can_attend = "deformable attention looks at points between cells, so it has no rows"
+
+
+def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, **about: Any) -> Anatomy:
+    """A detector opened at the first map of its backbone that it reads, or at an earlier one.
+
+    Args:
+        model: The detector.
+        backbone: The path of the module that runs the backbone.
+        scales: Whether it reads all maps that the backbone returns, not only the last.
+        stage: The stage of the backbone.
+        about: Keywords for `wrap`.
+    """
+    part: Any = model.get_submodule(backbone)
+    given = {"name": None, "labels": None, **prepared_by(model, about.pop("processor", None), about)}
+    about = described(model, PUBLISHED, False, processor=None, **given)
+    first = -len(part.intermediate_channel_sizes) if scales else -1
+    if stage is not None and first < stage < 0:
+        raise PatchlightError(
+            f"{about['name']} also reads earlier maps of its backbone than that of stage {stage}; give stage={first} "
+            "or less"
+        )
+    return read_feature_map(model, first if stage is None else stage, DetectorMap, about, within=f"{backbone}.model")
 
 
 class OwlAnatomy(DetectorAnatomy):
@@ -359,7 +419,7 @@ def names_of(model: Any, labels: Sequence[str] | None) -> list[str]:
     return [str(names.get(i, f"class {i}")) for i in range(int(model.config.num_labels))]
 
 
-def prepared_by(model: Any, processor: Any, published: PublishedFor, about: dict[str, Any]) -> dict[str, Any]:
+def prepared_by(model: Any, processor: Any, about: dict[str, Any]) -> dict[str, Any]:
     """Keywords with the preprocessing of a processor; one that keeps the aspect of photographs becomes a fixed size."""
     processor = getattr(processor, "image_processor", processor)
     name = str(about.get("name") or getattr(model, "name_or_path", "") or type(model).__name__)
@@ -388,17 +448,29 @@ _KINDS: Mapping[str, type[DetectorAnatomy]] = {
     "YolosForObjectDetection": YolosAnatomy,
     "DetrForObjectDetection": DetrAnatomy,
     "ConditionalDetrForObjectDetection": DetrAnatomy,
+    "RfDetrForObjectDetection": WindowedDetector,
+    "LwDetrForObjectDetection": WindowedDetector,
     "OwlViTForObjectDetection": OwlAnatomy,
     "Owlv2ForObjectDetection": OwlAnatomy,
 }
 
 
+_MAPS = {
+    **{f"{kind}ForObjectDetection": ("model.backbone", True) for kind in ("RTDetr", "RTDetrV2", "DFine")},
+    "DeformableDetrForObjectDetection": ("model.backbone", True),
+    "DabDetrForObjectDetection": ("model.backbone.conv_encoder", False),
+}
+"""Detectors that are opened at a feature map: the path of the backbone, and whether all of its maps are read."""
+
+
 @register_family("transformers detectors", package="transformers")
-def read_detector(model: nn.Module, **about: Any) -> Anatomy | None:
+def read_detector(model: nn.Module, stage: int | None = None, **about: Any) -> Anatomy | None:
     """The anatomy of a transformers detector, or None."""
-    kind = _KINDS.get(type(model).__name__)
-    if kind is not None:
-        return kind(model, **about)
-    if type(model).__name__.endswith("ForObjectDetection"):
-        raise Unsupported(f"{type(model).__name__} cannot be opened; detectors that can: {', '.join(_KINDS)}")
+    name = type(model).__name__
+    if name in _KINDS:
+        return _KINDS[name](model, **about)
+    if name in _MAPS:
+        return read_map(model, *_MAPS[name], stage, **about)
+    if name.endswith("ForObjectDetection"):
+        raise Unsupported(f"{name} cannot be opened; detectors that can: {', '.join([*_KINDS, *_MAPS])}")
     return None

@@ -60,6 +60,7 @@ class Discovery:
         dims: The dimension of one input that each axis of the grid is.
         order: The place of each cell among the grid tokens before block 0; None where it was not found.
         heads: The number of attention heads of the last block.
+        windows: In how many windows of the batch axis the blocks take the tokens of one input.
     """
 
     blocks: list[str]
@@ -72,6 +73,7 @@ class Discovery:
     dims: tuple[int, ...] = (1, 2)
     order: tuple[int, ...] | None = None
     heads: int = 1
+    windows: int = 1
 
     def covers(self) -> list[Cover] | None:
         """What the cells before block 0 cover along each axis; None where several convolutions cut them."""
@@ -142,24 +144,31 @@ def discover(
     chosen = watch.chosen()
     if not chosen:
         return None
-    entries, last = [watch.entries[id(module)] for module in chosen], id(chosen[-1])
+    last, first = id(chosen[-1]), watch.entries[id(chosen[0])]
+    windows = len(first) // len(inputs) if first.ndim == 3 else 1
+    constant = _constant(first)
+
+    def whole(tokens: Tensor) -> Tensor:
+        return joined(tokens, windows, constant[0])
+
     found = Discovery(
         [watch.paths[id(module)] for module in chosen],
         [watch.part_with_attention(module) for module in chosen],
-        [(1, *tokens.shape[1:]) for tokens in entries],
-        [(1, *watch.outputs[id(module)].shape[1:]) for module in chosen],
+        [(1, *whole(watch.entries[id(module)]).shape[1:]) for module in chosen],
+        [(1, *whole(watch.outputs[id(module)]).shape[1:]) for module in chosen],
         len(watch.stacks) > watch.ends[last],
         watch.convolutions(chosen) if patches is None else {0: [patches]},
-        _constant(entries[0]),
+        (windows * constant[0], windows * constant[1]),
         tuple(dims),
         heads=watch.heads[watch.ends[last] - 1],
+        windows=windows,
     )
 
     def embed(some: Tensor) -> Tensor:
         try:
             run(net, some)
         except Entered as entered:
-            return entered.tokens
+            return whole(entered.tokens)
         raise AssertionError("the first block is called")
 
     chosen[0].register_forward_pre_hook(_stop, with_kwargs=True)
@@ -356,11 +365,28 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def joined(tokens: Tensor, windows: int, prefix: int) -> Tensor:
+    """Tokens [B*W,p+n,D] of W windows each as [B,W*p+W*n,D]: the prefix tokens of all windows, then their cells."""
+    if windows == 1:
+        return tokens
+    each = tokens.unflatten(0, (-1, windows))
+    return torch.cat([each[:, :, :prefix].flatten(1, 2), each[:, :, prefix:].flatten(1, 2)], 1)
+
+
+def parted(tokens: Tensor, windows: int, prefix: int) -> Tensor:
+    """The inverse of `joined`."""
+    if windows == 1:
+        return tokens
+    parts = tokens[:, : windows * prefix], tokens[:, windows * prefix :]
+    return torch.cat([part.unflatten(1, (windows, -1)) for part in parts], 2).flatten(0, 1)
+
+
 def _constant(tokens: Tensor) -> tuple[int, int]:
-    """How many tokens at the start and at the end are the same for both inputs."""
-    if tokens.ndim != 3 or len(tokens) != 2:
+    """How many tokens at the start and at the end (of every window) are the same for both inputs."""
+    if tokens.ndim != 3 or len(tokens) % 2:
         return 0, 0
-    same = (tokens[0] == tokens[1]).all(-1).tolist()
+    one, other = tokens.unflatten(0, (2, -1))
+    same = (one == other).all(-1).all(0).tolist()
     start = same.index(False) if False in same else 0
     end = same[::-1].index(False) if False in same else 0
     return start, end

@@ -94,14 +94,16 @@ def read_feature_map(
     kind: type[FeatureMapAnatomy],
     about: dict[str, Any],
     paths: Sequence[str] | None = None,
+    within: str = "",
 ) -> Anatomy:
-    """A network opened after one of its stages, which end at `paths`, or are found by running it."""
+    """A network opened after one of its stages, which end at `paths`, or are found by running its part `within`."""
     like = next(p for p in model.parameters() if p.is_floating_point())
     inputs = torch.randn(1, about["channels"], *about["preprocess"].size, generator=torch.Generator().manual_seed(0))
-    stages = discover_stages(model, inputs.to(like), paths)
+    stages = discover_stages(model.get_submodule(within), inputs.to(like), paths)
     if not -len(stages) <= stage < len(stages):
         raise PatchlightError(f"stage {stage} does not exist; {about['name']} has stages 0 to {len(stages) - 1}")
     path, shapes = stages[stage]
     if len(shapes) not in (1, 2) or len(shapes[0]) not in (3, 4):
         raise PatchlightError(f"stage {stage} of {about['name']} has no single feature map")
+    path = f"{within}.{path}" if within else path
     return kind(model, path=path, shapes=shapes, stage=stage % len(stages), **about)

@@ -134,6 +134,8 @@ class HuggingFaceAnatomy(CrossedAnatomy):
     library = "transformers"
     known: ClassVar[Mapping[str, PublishedFor]] = _KNOWN
     """PublishedFor preprocessing by the name of the class."""
+    published: PublishedFor = _OTHERS
+    """The preprocessing of other classes."""
     classifies: ClassVar[bool] = True
     """Whether they have a classifier."""
 
@@ -146,7 +148,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         stage: int = -2,
         **about: Any,
     ) -> None:
-        known = self.known.get(type(model).__name__, _OTHERS)
+        known = self.known.get(type(model).__name__, self.published)
         about = described(model, known, self.classifies, name=name, labels=labels, processor=processor, **about)
         inputs = self.inputs(model.config, about)
         found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims, inputs.patches)
@@ -182,6 +184,8 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         return next((m for key, m in self.net.named_modules() if key.rpartition(".")[2] in names), None)
 
     def parts(self, index: int) -> Parts:
+        if self.windows > 1:
+            return Parts(beyond="they take windows of the image one by one")
         found = named_parts(self.blocks[index])
         if hasattr(self.blocks[index], "attn") or found.out is None:  # Hiera pools its queries
             found = replace(found, out=None, value=None, qkv=None)

@@ -91,6 +91,7 @@ def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> d
     if len(set(counts)) == 1:
         (prefix, suffix), grid = found.constant, found.grid(0, sum(found.constant))
         about |= {"paths": found.blocks, "prefix": prefix, "suffix": suffix, "order": found.order}
+        about |= {"windows": found.windows}
         return {**about, "grid": grid, "geometry": _geometry(found, grid, size)}
     begins = [0, *(i for i in range(1, len(found.blocks)) if counts[i] != counts[i - 1])]
     if not -len(begins) <= stage < len(begins):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,18 +36,16 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
     task = "segmentation"
     classifies = False
     can_drop = "its decoder reads a whole grid, so no patch can be taken out; pixels can be filled (unit='patch')"
-    known: ClassVar[Mapping[str, PublishedFor]] = {}
-    published: ClassVar[PublishedFor] = PublishedFor(
+    published = PublishedFor(
         Preprocess((512, 512), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down"), True
     )
-    """The preprocessing if the model has no processor."""
 
     def __init__(
         self, model: Any, backbone: str, labels: Sequence[str] | None = None, processor: Any = None, **about: Any
     ) -> None:
         self.backbone = backbone
         self.class_names = names_of(model, labels)
-        about = prepared_by(model, processor, self.published, about)
+        about = prepared_by(model, processor, about)
         super().__init__(model, **{"stage": 0, **about})
 
     def watch(self) -> None:

@@ -75,7 +75,7 @@ def suppression(tokens: Tensor, layout: Layout, factor: float, kappa: float, nei
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if vit.depth == 0 or vit.hierarchical:
+    if vit.depth == 0 or vit.hierarchical or vit.windows > 1:
         return f"it suppresses attention between all tokens, and {vit.name} has no such blocks"
     if vit.pools_only:
         return f"{vit.name} attends only where it pools tiles, not from tile to tile"

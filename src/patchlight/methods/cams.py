@@ -392,9 +392,7 @@ def eigencam(b: Evidence, layer: Layer = NORM1) -> Tensor:
     paper="the grad-cam library's aug_smooth",
     features=True,
     cost="6 forwards + 6 backwards",
-    refuses=lambda settings, vit: (
-        unavailable({"n"}, vit) if settings["layer"] == NORM1 and not vit.hierarchical else None
-    ),
+    refuses=lambda settings, vit: None if vit.hierarchical else no_place(settings["layer"], vit),
     presets={"diffmask": {"eigen": True, "stretch": True}},
 )
 def gradcam_aug(

@@ -255,8 +255,9 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return _no_feature_map(request, method, vit)
     if vit.depth == 0 and _reads_blocks(request):
         instead = "; level='pixel' works" if "pixel" in method.levels and request.in_pass else ""
-        return f"it reads single transformer blocks, and {vit.name} is opened as a feature map without blocks{instead}"
-    if vit.hierarchical and _reads_blocks(request):
+        without = vit.can_attend or f"{vit.name} is opened as a feature map without blocks"
+        return f"it reads single transformer blocks, and {without}{instead}"
+    if (vit.hierarchical or vit.windows > 1) and _reads_blocks(request):
         several = _one_grid(request, method, vit)
         if several is not None:
             return several
@@ -280,7 +281,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         None if settings.get("unit") == "token" else no_fill(settings.get("fill"), vit)
     )
     if hidden is not None:
-        return hidden
+        return f"{hidden}; layer='input' works" if "n" in needs and "layer" in settings else hidden
     return method.refuses(request.settings, vit) if method.refuses is not None else None
 
 
@@ -322,12 +323,12 @@ def _no_feature_map(request: Request, method: ReadsBlocks, vit: Anatomy) -> str 
 
 
 def _one_grid(request: Request, method: Method, vit: Anatomy) -> str | None:
-    """Why a method that reads blocks cannot read those of a hierarchical model; None if it can."""
+    """Why a method that reads blocks cannot read those of stages or windows; None if it can."""
     if "v" in request.needs:
         return f"it reads the values of all tokens together, and attention of {vit.name} is between some of them"
     composition = request.composition
     one = bool(request.needs & {"A", "G"}) if composition is None else not composition.staged
-    if one:
+    if one and vit.hierarchical:
         return f"it combines maps over one grid of tokens, and the stages of {vit.name} have several grids"
     return None
 

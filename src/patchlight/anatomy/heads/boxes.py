@@ -65,6 +65,10 @@ class DetectionQuestion(Question):
     score: BoxScore | None = None
     detector: Any = None
 
+    def _about_queries(self) -> dict[str, Any]:
+        """What a gradient leaves out where queries are chosen anew for every image."""
+        return {"held": "selection"} if self.detector is not None and self.detector.selects else {}
+
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
         chances = self.detector.probabilities_of(output)
         odds = self.detector.log_odds(output)
@@ -250,7 +254,8 @@ class Box(DetectionQuestion):
             "label": self.label,
             "score": self.score,
         }
-        return {"head": "Box", **{k: v for k, v in given.items() if v is not None}, "missed": self.missed}
+        given = {k: v for k, v in given.items() if v is not None}
+        return {"head": "Box", **given, "missed": self.missed, **self._about_queries()}
 
 
 class Boxes(DetectionQuestion):
@@ -275,7 +280,7 @@ class Boxes(DetectionQuestion):
 
     def about(self) -> dict[str, Any]:
         score = {} if self.score is None else {"score": self.score}
-        return {"head": "Boxes", "threshold": self.threshold, "top": self.top, **score}
+        return {"head": "Boxes", "threshold": self.threshold, "top": self.top, **score, **self._about_queries()}
 
 
 def sure_detections(vit: Any, output: Any, size: tuple[int, int] | None, threshold: float) -> list[Any]:

@@ -173,7 +173,7 @@ class DiffMask(Explainer[Gates]):
 
     @staticmethod
     def why_not(vit: Anatomy) -> str | None:
-        if vit.depth == 0 or vit.projection() is None:
+        if vit.depth == 0 or vit.windows > 1 or vit.projection() is None:
             return f"{vit.name} has no plain grid of patch tokens through all its blocks"
         return None
 
