@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.prompts import Prompts
+from patchlight.anatomy.vlm import BUNDLED
 from patchlight.core.errors import AssumedPreprocess, DegenerateMap, PatchlightError, Unsupported
 from patchlight.testing import check_method, contract_names
 from tests.vlm_models import IMAGE, NAMES, build, tiled
@@ -609,8 +610,6 @@ def _least(vit: Any, image: Tensor) -> list[str]:
 
 
 def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_path: Any) -> None:
-    from patchlight.anatomy.vlm import BUNDLED
-
     vit, on = pl.load("pocket-vlm"), []
     for scene in json.loads((BUNDLED / "scenes/scenes.json").read_text()):
         if "color" not in scene["question"]:
@@ -636,3 +635,35 @@ def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_pa
             pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"], words=["cat"]))
     assert on
     assert all(on)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_biases_of_a_packed_tower_belong_to_its_patches(name: str) -> None:
+    """What `fullgrad` adds to `ixg` is each bias times the gradient behind it, by the plain forward of the model."""
+    vit, image, seen = asked(name, words="all"), image_of(name), list[tuple[Tensor, Tensor]]()
+    inside = [part for block in vit.blocks for part in block.modules()]
+    inside.append(vit.net.get_submodule("model.visual.merger.norm" if name == "qwen3_vl" else "lm_head"))
+
+    def keep(module: Any, _: Any, out: Tensor) -> None:
+        if out.requires_grad and getattr(module, "bias", None) is not None:
+            out.retain_grad()
+            seen.append((out, module.bias.detach()))
+
+    hooks = [part.register_forward_hook(keep) for part in inside if isinstance(part, nn.Linear | nn.LayerNorm)]
+    leaf = image.clone().requires_grad_()
+    with vit.steady():
+        vit.whole(leaf)[:, 0].sum().backward()
+    for hook in hooks:
+        hook.remove()
+    expected = sum(cast(Tensor, out.grad) @ bias for out, bias in seen)[vit.layout.place]
+    full, plain = (pl.explain(vit, image, method, **more) for method, more in (("fullgrad", {"start": 0}), ("ixg", {})))
+    close((full.scores - plain.scores).flatten(), expected, limit=1e-5)
+
+
+def test_a_tokenizer_alone_reads_a_prompt() -> None:
+    vlm, head = pl.load("pocket-vlm"), pl.heads.Answer("what color is the star")
+    other = pl.wrap(vlm.model, tokenizer=vlm.prompts.tokenizer, preprocess=vlm.preprocess)
+    maps = [pl.explain(each, BUNDLED / "scenes/scene-4.png", "grad", head=head) for each in (vlm, other)]
+    assert maps[0].words == maps[1].words
+    close(maps[0].scores, maps[1].scores)
+    assert str(maps[0].words[0][3]).startswith("black (probability 0.84, gain ")

@@ -138,6 +138,8 @@ class Contract(ABC):
     """Whether the cells of the grid have no neighbours, as the tiles of a bag."""
     pools_only: bool = False
     """Whether its only attention is where it pools tokens, so that none is between tokens."""
+    packed: bool = False
+    """Whether its blocks take the tokens of all images as one list."""
     pool_query: Literal["all", "cls"] = "all"
     """Which queries of an attention pooling the classifier reads."""
     reading: str = ""

@@ -98,7 +98,7 @@ class AnswersAnatomy(TaskAnatomy):
         self.tower_paths = [f"{tower}.{path}" for path in block_paths(model.get_submodule(tower))]
         self.language_paths = [f"{layers}.{i}" for i in range(len(model.get_submodule(layers)))]
         seen = tower_facts(model, self.tower_paths, preprocess, name)
-        self.tower_paths, self.visual, self._packed = self.tower_paths[: seen.read], seen.visual, seen.packed
+        self.tower_paths, self.visual = self.tower_paths[: seen.read], seen.visual
         self.dead = seen.dead
         grid = seen.grid
         merge = round(math.sqrt(math.prod(grid) / self.visual))
@@ -114,6 +114,7 @@ class AnswersAnatomy(TaskAnatomy):
         self._blank_ids = torch.tensor([*[image_token_of(model.config)] * self.visual, *seen.trial])
         self.head_paths = self.language_paths
         self.spared = (language, "lm_head")
+        self.packed = seen.packed and place == "tower"
         super().__init__(
             model,
             paths=self.tower_paths,
@@ -366,7 +367,7 @@ class AnswersAnatomy(TaskAnatomy):
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if self.at == "language":
             return self._layer(index, tokens, positions)
-        if not self._packed:
+        if not self.packed:
             return super().block(index, tokens, positions)
         self.note_state(index, tokens)
         return self._packed_block(index, tokens, positions)
@@ -411,7 +412,7 @@ class AnswersAnatomy(TaskAnatomy):
                 full = state.new_zeros(len(state), self.fine.count, state.shape[2])
                 places = self.fine.places(positions)
                 state = full.scatter(1, places[..., None].expand_as(state), state)
-            return state.to(self.dtype)  # a widened pass has wider tokens
+            return state.to(self.dtype).contiguous()  # a widened pass has wider tokens; models take views of them
 
         visual = self.see_visual(tokens={index: filled(state) for index, state in self._states(tokens).items()})
         return self._read(self.answer_logs(visual, self._groups(positions)), len(visual))
@@ -445,7 +446,7 @@ class AnswersAnatomy(TaskAnatomy):
         return HuggingFaceAnatomy.parts(cast(Any, self), index)
 
     def projection(self) -> nn.Module | None:
-        return None if self._packed else HuggingFaceAnatomy.projection(cast(Any, self))
+        return HuggingFaceAnatomy.projection(cast(Any, self))
 
     def cannot_remove(self, unit: str) -> str | None:
         return self._stuck if unit == "merge" else self.can_drop
@@ -539,7 +540,7 @@ class AnswersAnatomy(TaskAnatomy):
 
     def _see_absent(self, tokens: Tensor) -> str | None:
         """Why patches cannot leave the tower: its blocks must compute the same when they are hidden from attention."""
-        if self._packed:
+        if self.packed:
             return None  # windows become shorter
         keep = (self.fine.sets("merge") % 2 == 0).nonzero()[:, 0][None].to(tokens.device)
         for self.masked in (False, True):

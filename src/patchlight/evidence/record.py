@@ -72,11 +72,11 @@ class Record:
         value = value.to(self.x.dtype)
         if place is not None:
             value = place.per_token(value, len(self.x))
-        value = value.flatten(1) if value.ndim > 2 else value
-        if value.ndim == 2 and value.shape[1] == self.x.shape[1]:
+        value = value.reshape(len(self.x), -1)
+        if value.shape[1] == self.x.shape[1]:
             self.seen["bias"] = self.seen["bias"] + value if "bias" in self.seen else value
         else:
-            total = value.reshape(value.shape[0], -1).sum(1)
+            total = value.sum(1)
             self.scalar_bias = total if self.scalar_bias is None else self.scalar_bias + total
 
     def complete(self) -> None:

@@ -79,6 +79,8 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
         return f"it suppresses attention between all tokens, and {vit.name} has no such blocks"
     if vit.pools_only:
         return f"{vit.name} attends only where it pools tiles, not from tile to tile"
+    if vit.packed:
+        return f"it suppresses other patches in each variant, and {vit.name} runs the tokens of all as one list"
     if vit.attention is not None:
         return f"it suppresses attention between all tokens, and that of {vit.name} cannot be read: {vit.attention}"
     return None
