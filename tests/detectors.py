@@ -88,7 +88,9 @@ def windowed(kind: str, **backbone: Any) -> Any:
         **{"num_queries": QUERIES, "num_labels": CLASSES},
         **({"projector_scale_factors": [1.0]} if kind == "LwDetr" else {}),
     )
-    return drawn(getattr(transformers, f"{kind}ForObjectDetection")(config))
+    model = drawn(getattr(transformers, f"{kind}ForObjectDetection")(config))
+    model.bbox_embed.layers[-1].bias.data[2:] += 1.5  # larger boxes, which overlap
+    return model
 
 
 def deformable(**options: Any) -> Any:
@@ -125,7 +127,20 @@ def dfine() -> Any:
     return real_time("DFine", backbone, [2, 2, 2], max_num_bins=8)
 
 
-def letters(texts: Sequence[str], max_length: int, **_: Any) -> dict[str, Tensor]:
+def grounding() -> Any:
+    swin = transformers.SwinConfig(
+        **{"embed_dim": 8, "depths": [1] * 4, "num_heads": [2] * 4, "window_size": 2, "image_size": 64},
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    text = transformers.BertConfig(**_SMALL, num_hidden_layers=1, vocab_size=1100)
+    config = transformers.GroundingDinoConfig(
+        **{"backbone_config": swin, "text_config": text, "max_text_len": 16, "num_queries": QUERIES},
+        **{**_ENCODER, **_DECODER, "d_model": 32, "encoder_n_points": 2, "decoder_n_points": 2},
+    )
+    return drawn(transformers.GroundingDinoForObjectDetection(config))
+
+
+def letters(texts: Sequence[str], max_length: int = 0, **_: Any) -> dict[str, Tensor]:
     """A tokenizer of single letters; 99 ends a text."""
     rows = [[ord(letter) % 90 + 1 for letter in text] + [99] for text in texts]
     length = max(max_length, *map(len, rows))
@@ -149,15 +164,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "deformable": deformable,
     "two-stage": lambda: deformable(two_stage=True, with_box_refine=True, two_stage_num_proposals=QUERIES),
     "dab": dab,
+    "grounding": grounding,
 }
+
+
+TEXTS = ("owl", "owlv2", "grounding")
+"""Models whose classes are texts."""
 
 
 @cache
 def opened(name: str) -> pl.Anatomy:
     """A tiny detector, opened."""
     torch.manual_seed(0)
-    if name.startswith("owl"):
-        preprocess = pl.Preprocess((64, 64), fit="squash")
+    if name in TEXTS:
+        preprocess = pl.Preprocess((128, 128) if name == "grounding" else (64, 64), fit="squash")
         return pl.wrap(MODELS[name](), texts=["dog", "cat"], tokenizer=letters, preprocess=preprocess, name=name)
     size = SQUARE if name in ("rf", "lw") else SIZE
     return pl.wrap(MODELS[name](), labels=LABELS, preprocess=pl.Preprocess(size, fit="squash"), name=name)

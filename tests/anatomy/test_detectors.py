@@ -31,17 +31,23 @@ NAMES = list(detectors.MODELS)
 def plain(name: str, images: Tensor) -> Any:
     """The output of the model as its users run it."""
     vit: Any = detectors.opened(name)
-    if not name.startswith("owl"):
+    if name not in detectors.TEXTS:
         return vit.model(images)
     ids = {key: value.repeat(len(images), 1) for key, value in vit.ids.items()}
     return vit.model(pixel_values=images, **ids)
+
+
+def by_text(logits: Tensor) -> Tensor:
+    """The logits of the four letters of each of two texts of Grounding DINO."""
+    return torch.stack([logits[..., 1:5], logits[..., 6:10]], 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_make_the_whole(name: str) -> None:
     vit, images = detectors.opened(name), detectors.images(name, 2)
     out = plain(name, images)
-    whole = torch.cat([out.logits.flatten(1), out.pred_boxes.flatten(1)], 1)
+    logits = by_text(out.logits).amax(3) if name == "grounding" else out.logits
+    whole = torch.cat([logits.flatten(1), out.pred_boxes.flatten(1)], 1)
     torch.testing.assert_close(vit.logits(images), whole, atol=1e-5, rtol=1e-5)
 
 
@@ -55,6 +61,9 @@ def test_gradients_equal_autograd(name: str) -> None:
     if name in ("yolos", "detr"):
         p = out.logits[0, 2].softmax(0)[held]
         score = (p / (1 - p)).log()
+    elif name == "grounding":
+        letters = by_text(out.logits)[0, 2]
+        score = letters[letters.amax(1).argmax()].mean()
     else:
         score = out.logits[0, 2, held]
     (gradient,) = torch.autograd.grad(score, leaf)
@@ -107,7 +116,7 @@ QUICK = ("ixg", "genatt", "occlusion", "random")
     ("kind", "name"),
     [
         pytest.param(kind, name, marks=() if name in QUICK and kind == "rf" else pytest.mark.slow)
-        for kind in ("detr", "owl", "rf", "rt")
+        for kind in ("conditional", "owl", "rf", "rt")
         for name in contract_names()
     ],
 )

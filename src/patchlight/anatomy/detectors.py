@@ -1,14 +1,16 @@
 """Anatomy of transformers' object detectors.
 
 YOLOS, DETR, Conditional DETR, OWL-ViT, OWLv2, RF-DETR and LW-DETR are opened at the blocks of their encoder; everything
-behind them (queries, decoder, heads) is the readout. RT-DETR, D-FINE, Deformable DETR and DAB-DETR are opened at a
-map of their backbone. A detector has no classes of its own: `pl.heads.Box` and `pl.heads.Boxes` read its output.
+behind them (queries, decoder, heads) is the readout. RT-DETR, D-FINE, Deformable DETR, DAB-DETR and Grounding DINO are
+opened at a map of their backbone. A detector has no classes of its own: `pl.heads.Box` and `pl.heads.Boxes` read its
+output.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,6 +34,8 @@ from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess, in_b
 
 _LOCAL = threading.local()
 """The cells that are left in the run of this thread, which the readout of a detector needs to know."""
+_BEGIN, _END, _DOT, _UNKNOWN = 101, 102, 1012, 100
+"""Tokens of Grounding DINO, whose forward has their numbers: texts end with a dot."""
 _FAR = -1e4
 """The logit of a query that was removed together with its patch."""
 
@@ -293,38 +297,19 @@ class DetectorMap(FeatureMapAnatomy, Detector):
             self.can_attend = "deformable attention looks at points between cells, so it has no rows"
 
 
-def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, **about: Any) -> Anatomy:
-    """A detector opened at the first map of its backbone that it reads, or at an earlier one.
+class Prompted(Detector):
+    """A detector whose classes are texts."""
 
-    Args:
-        model: The detector.
-        backbone: The path of the module that runs the backbone.
-        scales: Whether it reads all maps that the backbone returns, not only the last.
-        stage: The stage of the backbone.
-        about: Keywords for `wrap`.
-    """
-    part: Any = model.get_submodule(backbone)
-    given = {"name": None, "labels": None, **prepared_by(model, about.pop("processor", None), about)}
-    about = described(model, PUBLISHED, False, processor=None, **given)
-    first = -len(part.intermediate_channel_sizes) if scales else -1
-    if stage is not None and first < stage < 0:
-        raise PatchlightError(
-            f"{about['name']} also reads earlier maps of its backbone than that of stage {stage}; give stage={first} "
-            "or less"
-        )
-    return read_feature_map(model, first if stage is None else stage, DetectorMap, about, within=f"{backbone}.model")
+    ids: Any = None
+    """Arguments of the model with the tokens of the texts."""
 
+    def __init__(self, model: Any, tokenizer: Any = None, **about: Any) -> None:
+        self.tokenizer: Any = tokenizer or getattr(about.get("processor"), "tokenizer", None)
+        super().__init__(model, **about)
 
-class OwlAnatomy(DetectorAnatomy):
-    """OWL-ViT and OWLv2: every patch is a query, and `texts` are the classes."""
-
-    published = PublishedFor(replace(CLIP, size=(768, 768), fit="squash"))
-    embeddings: Tensor | None = None
-    ids: Mapping[str, Tensor] | None = None
-
-    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
-        self.tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
-        super().__init__(model, processor=getattr(processor, "image_processor", processor), **about)
+    @abstractmethod
+    def read_texts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        """The tokens of texts, as arguments of the model."""
 
     def with_texts(self, texts: Sequence[str], template: str | Sequence[str] = "{}") -> Self:
         """The same model with these sentences as its classes.
@@ -340,6 +325,75 @@ class OwlAnatomy(DetectorAnatomy):
         prompts = [template.format(text) for text in texts]
         if not prompts:
             raise PatchlightError("no texts were given; give texts=['dog', …], what is to be detected")
+        other = copy.copy(self)  # without a twin, which is made with the new texts
+        other.ids, other.class_names = self.read_texts(prompts), list(texts)
+        return other
+
+
+class GroundingMap(DetectorMap, Prompted):
+    """Grounding DINO, which gives every token of its texts a logit; that of a text is their maximum."""
+
+    def __init__(self, model: Any, **about: Any) -> None:
+        self.ids = {"input_ids": torch.tensor([[_BEGIN, _UNKNOWN, _DOT, _END]])}
+        super().__init__(model, **{**about, "labels": ["object"]})
+
+    def read_texts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        found = [self.tokenizer([prompt], add_special_tokens=False)["input_ids"][0] for prompt in prompts]
+        tokens = [_BEGIN, *(token for each in found for token in (*map(int, each), _DOT)), _END]
+        config: Any = self.model.config
+        most = int(config.max_text_len)
+        if len(tokens) > most:
+            raise PatchlightError(f"the texts make {len(tokens)} tokens; {self.name} reads {most}")
+        return {"input_ids": torch.tensor([tokens])}
+
+    def call(self, images: Tensor) -> Any:
+        return self.net(pixel_values=images, input_ids=self.ids["input_ids"].to(self.device).expand(len(images), -1))
+
+    def _of_texts(self, output: Any) -> list[Tensor]:
+        """The logits [B,Q,n] of the tokens of each text."""
+        ends = (self.ids["input_ids"][0] == _DOT).nonzero().flatten().tolist()
+        return [output.logits[..., a + 1 : b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def class_logits(self, output: Any) -> Tensor:
+        return torch.stack([tokens.amax(-1) for tokens in self._of_texts(output)], 2)
+
+    def log_odds(self, output: Any) -> Tensor:
+        return torch.stack([tokens.mean(-1) for tokens in self._of_texts(output)], 2)
+
+
+def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, **about: Any) -> Anatomy:
+    """A detector opened at the first map of its backbone that it reads, or at an earlier one.
+
+    Args:
+        model: The detector.
+        backbone: The path of the module that runs the backbone.
+        scales: Whether it reads all maps that the backbone returns, not only the last.
+        stage: The stage of the backbone.
+        about: Keywords for `wrap`.
+    """
+    part: Any = model.get_submodule(backbone)
+    kind, processor = DetectorMap, about.pop("processor", None)
+    if type(model).__name__.startswith("Grounding"):
+        kind = GroundingMap
+        about.setdefault("tokenizer", getattr(processor, "tokenizer", None))
+    given = {"name": None, "labels": None, **prepared_by(model, processor, about)}
+    about = described(model, PUBLISHED, False, processor=None, **given)
+    first = -len(part.intermediate_channel_sizes) if scales else -1
+    if stage is not None and first < stage < 0:
+        raise PatchlightError(
+            f"{about['name']} also reads earlier maps of its backbone than that of stage {stage}; give stage={first} "
+            "or less"
+        )
+    paths = [f"swin.encoder.layers.{i}" for i in range(-first)] if kind is GroundingMap else None
+    return read_feature_map(model, first if stage is None else stage, kind, about, paths, f"{backbone}.model")
+
+
+class OwlAnatomy(Prompted, DetectorAnatomy):
+    """OWL-ViT and OWLv2: every patch is a query, and `texts` are the classes."""
+
+    published = PublishedFor(replace(CLIP, size=(768, 768), fit="squash"))
+
+    def read_texts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         config: Any = self.model.config
         length = config.text_config.max_position_embeddings
         found = self.tokenizer(prompts, padding="max_length", max_length=length, return_tensors="pt")
@@ -348,9 +402,7 @@ class OwlAnatomy(DetectorAnatomy):
             raise PatchlightError(
                 f"the longest text makes {ids['input_ids'].shape[1]} tokens; {self.name} reads {length}"
             )
-        other = copy.copy(self)  # without a twin, which is made with the new texts
-        other.ids, other.class_names = ids, list(texts)
-        return other
+        return ids
 
     def watch(self) -> None:
         super().watch()
@@ -459,6 +511,7 @@ _MAPS = {
     **{f"{kind}ForObjectDetection": ("model.backbone", True) for kind in ("RTDetr", "RTDetrV2", "DFine")},
     "DeformableDetrForObjectDetection": ("model.backbone", True),
     "DabDetrForObjectDetection": ("model.backbone.conv_encoder", False),
+    "GroundingDinoForObjectDetection": ("model.backbone.conv_encoder", True),
 }
 """Detectors that are opened at a feature map: the path of the backbone, and whether all of its maps are read."""
 

@@ -113,7 +113,7 @@ def _with_head(
         raise PatchlightError("give head or texts, not both (texts=… means head=pl.heads.Texts(texts))")
     if texts is None and template != "{}":
         raise PatchlightError("template applies to sentences; give texts=[…] too")
-    if texts is not None and anatomy.task == "detection":
+    if texts is not None and hasattr(anatomy, "with_texts"):
         return cast(Any, anatomy).with_texts(texts, template)  # type: ignore[no-any-return]
     head = head if texts is None else Texts(texts, template=template)
     if head is None:

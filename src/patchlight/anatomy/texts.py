@@ -50,7 +50,8 @@ class NoTokenizer:
 def has_text_side(model: nn.Module) -> bool:
     """Whether a model encodes texts as well as images."""
     sides = (model, *(child for key, child in model.named_children() if key.startswith("owl")))
-    return any(hasattr(side, name) for side in sides for name in ("get_text_features", "encode_text"))
+    grounded = hasattr(getattr(model, "model", None), "text_backbone")
+    return grounded or any(hasattr(side, name) for side in sides for name in ("get_text_features", "encode_text"))
 
 
 def check_length(prompts: Sequence[str], lengths: Sequence[int], room: int, name: str) -> None:
