@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.testing import check_method
-from tests.families import CLASSES, FAMILIES, images, randomise
+from tests.families import CLASSES, FAMILIES, STAGED, images, randomise
 
 WIDTH = 48
 
@@ -222,6 +222,19 @@ def test_a_head_on_the_tokens_of_two_blocks_is_crossed() -> None:
     assert pl.explain(vit, batch.detach(), "ixg", target=1).scores.isfinite().all()
 
 
+def test_a_module_around_a_hierarchical_backbone_is_opened_at_a_stage() -> None:
+    """As the backbone alone, if the module adds nothing."""
+    backbone = plain("swin")
+    model = Around(backbone)
+    for stage in (-2, 0):
+        around, alone = pl.wrap(model, stage=stage), pl.wrap(backbone, stage=stage)
+        assert around.grid == alone.grid
+        batch = images(alone, 2)
+        assert torch.equal(around.logits(batch), alone.logits(batch))
+        maps = [pl.explain(vit, batch, "gradcam", target=1).scores for vit in (around, alone)]
+        torch.testing.assert_close(maps[0], maps[1])
+
+
 class ChangesBetween(Own):
     def forward(self, images: Tensor) -> Any:
         tokens = self.backbone._pos_embed(self.backbone.patch_embed(images))
@@ -289,7 +302,10 @@ class Two(Own):
         (lambda: Own(lambda own, t: t), r"Own gives a tensor \[1, 17, 48\] for one image, not logits \[1,C\]"),
         (lambda: Own(lambda own, t: own.mlp(t[:, 0]).argmax(1)), r"a tensor \[1, 1\] of int64 .*not logits"),
         (lambda: Own(lambda own, t: own.mlp(t[:, 0, :9])), r"does not take an image of shape \[1, 3, 64, 64\]: .*mat"),
-        (lambda: Around(plain("swin")), r"built around 'model', a SwinTransformer, which has stages"),
+        (
+            lambda: Around(STAGED["pit"]()),
+            r"built around 'model', a PoolingVisionTransformer, which has no blocks",
+        ),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), r"Sequential is not a supported model"),
     ],
 )

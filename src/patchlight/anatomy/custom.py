@@ -194,12 +194,14 @@ def _discovered(model: nn.Module, about: dict[str, Any], kind: str) -> Anatomy |
 
 
 def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any], kind: str) -> CustomAnatomy:
-    if backbone.hierarchical:
+    if backbone.hierarchical and backbone.depth == 0:
         inner = type(backbone.model).__name__
         raise PatchlightError(
-            f"{kind} is built around '{path}', a {inner}, which has stages and no blocks to cross; wrap the {inner} "
-            f"itself, or {BY_HAND}"
+            f"{kind} is built around '{path}', a {inner}, which has no blocks to cross; wrap it alone"
         )
+    if backbone.hierarchical:
+        given = {"preprocess": backbone.preprocess, "channels": backbone.channels, **about}
+        return cast(CustomAnatomy, _discovered(model, given, kind))
     taken = {key: about[key] for key in ("labels", "sigmoid", "regression", *CUSTOM[1:]) if key in about}
     return CustomAnatomy(
         model,
