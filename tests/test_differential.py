@@ -88,6 +88,17 @@ class Case:
         return self.logits(batch)[range(len(batch)), TARGETS[: len(batch)]].sum()
 
 
+class Packed(nn.Module):
+    """A NaFlex model that takes images: it packs them as transformers' processor does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Any:
+        return tiny_models.packed(self.model, images)
+
+
 @cache
 def case(name: str) -> Case:
     if name in OPEN_CLIP:
@@ -99,7 +110,7 @@ def case(name: str) -> Case:
             warnings.simplefilter("ignore", pl.AssumedPreprocess)
             shape = MODELS[name].shape if MODELS[name].structure == "volume" else None
             vit = pl.wrap(model, name=name, preprocess=tiny_models.preprocess(name), input_shape=shape)
-        return Case(vit, model, tiny_models.inputs(name).double())
+        return Case(vit, Packed(model) if name == "SigLIP2" else model, tiny_models.inputs(name).double())
     vit = families.shared(name, torch.float64)
     return Case(vit, vit.model, families.images(vit, 2))
 

@@ -522,6 +522,9 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(Unsupported, match=words):
             pl.load(f"hf:{tmp_path}")
+    for token in (-1, 10**9):
+        with pytest.raises(PatchlightError, match=f"token {token}, and .* knows 0 to"):
+            pl.explain(opened(NAMES[0]), image_of(NAMES[0]), "ixg", head=pl.heads.Answer(PROMPT, answer=[token]))
     with pytest.raises(PatchlightError, match="choices are complete answers"):
         pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
     with pytest.raises(PatchlightError, match="choices has 1 answer"):

@@ -192,6 +192,9 @@ def test_what_cannot_be_estimated_is_refused() -> None:
     for settings, words in (
         ({"samples": 50}, "too few for the 137 effects"),
         ({"index": "stii"}, "needs all 65,536 coalitions"),
+        ({"unit": "frame"}, "setting unit='frame' of 'interactions' is not valid"),
+        ({"chunks": 4}, "'interactions' has no setting 'chunks'; did you mean 'chunk'?"),
+        ({"seed": -1}, "seed -1 is not possible"),
     ):
         with pytest.raises(pl.PatchlightError, match=words):
             pl.interactions(vit, images(vit, 1), **settings)  # type: ignore[arg-type]

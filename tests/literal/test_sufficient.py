@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -73,8 +74,14 @@ def test_sets_of_a_model_are_disjoint_enough_and_minimal(unit: str) -> None:
 def test_bad_settings_are_refused_and_sets_are_drawn() -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     vit = shared("vit")
-    with pytest.raises(pl.PatchlightError, match="above 0"):
-        pl.sufficient_sets(vit, images(vit, 1), share=0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"share": 0}, "above 0"),
+        ({"share": "most"}, "setting share='most' of 'sufficient_sets' is not valid"),
+        ({"progress": False}, "'sufficient_sets' has no setting 'progress'"),
+    ]
+    for settings, words in wrong:
+        with pytest.raises(pl.PatchlightError, match=words):
+            pl.sufficient_sets(vit, images(vit, 1), **settings)
     with pytest.raises(pl.PatchlightError, match="one image"):
         pl.sufficient_sets(vit, images(vit, 2))
     sets = torch.zeros(1, 2, 2, dtype=torch.bool)

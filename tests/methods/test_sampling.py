@@ -46,6 +46,12 @@ def test_the_jackknife_of_a_mean_is_the_textbooks_error() -> None:
     assert bool(alone.error.isnan().all())
 
 
+def test_two_groups_are_enough_for_an_error_and_one_is_not() -> None:
+    whole = torch.tensor([2.0])
+    assert float(spread(whole, [torch.tensor([1.0]), torch.tensor([3.0])], 2)) == pytest.approx(1.0)
+    assert spread(whole, [whole], 1).isnan().all()
+
+
 def test_rounding_makes_no_error_undefined() -> None:
     """Maps that all move alike have no spread, and its square may be rounded below 0."""
     moved = torch.rand(1000, generator=torch.Generator().manual_seed(0))

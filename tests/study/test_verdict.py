@@ -91,6 +91,11 @@ def test_a_score_that_rises_without_the_image_depends_on_it() -> None:
     assert words in str(replace(found, best=None))
 
 
+def test_falls_and_rises_are_counted_each() -> None:
+    effect = blanked([-0.2, -0.2, -0.2, 0.6]).blanked["zero"]
+    assert (effect.change, effect.falls, effect.rises) == (pytest.approx(0.3), 24, 8)
+
+
 def test_a_method_that_beats_random_and_the_untrained_copy_is_never_withheld() -> None:
     found = blanked([1e-3], untrained=-1.0)
     assert found.blind

@@ -67,8 +67,9 @@ def check_length(prompts: Sequence[str], lengths: Sequence[int], room: int, name
 
 def check_vocabulary(ids: Tensor, size: int, name: str) -> None:
     """Refuse ids outside the model's vocabulary: they come from another model's tokenizer."""
-    if int(ids.max()) >= size:
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if len(wrong):
         raise PatchlightError(
-            f"the tokenizer gives token {int(ids.max())}, and {name} knows 0 to {size - 1}; give tokenizer= the one "
+            f"the tokenizer gives token {int(wrong[0])}, and {name} knows 0 to {size - 1}; give tokenizer= the one "
             "that it was trained with"
         )

@@ -28,6 +28,7 @@ from patchlight.anatomy.preprocessing import applied
 from patchlight.anatomy.probe import alike, random_image
 from patchlight.anatomy.prompts import Prompts
 from patchlight.anatomy.tasks import TaskAnatomy
+from patchlight.anatomy.texts import check_vocabulary
 from patchlight.anatomy.transcript import Keys, Transcript, joined, token_axis, variant_mask
 from patchlight.anatomy.vlm_calls import (
     KNOWN,
@@ -180,6 +181,8 @@ class AnswersAnatomy(TaskAnatomy):
     @torch.no_grad()
     def transcribe(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> Transcript:
         """Run the model on a prompt with each answer, and record what enters the blocks of its language model."""
+        for answer in answers:
+            check_vocabulary(torch.tensor(answer), self.net.get_input_embeddings().num_embeddings, self.name)
         ids = [torch.tensor([*prompt, *answer], device=self.device) for answer in answers]
         runs = [self._record_language(each, len(answer)) for each, answer in zip(ids, answers, strict=True)]
         return joined(runs, ids, len(prompt), image_token_of(self.config), self.coarse)

@@ -28,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.plugins import load_installed
+from patchlight.core.targets import Target
 
 Settings = Mapping[str, Any]
 
@@ -172,14 +173,17 @@ def settings_of(function: Callable[..., Any]) -> Mapping[str, Setting]:
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a method check its arguments against their types; arrays and tensors may stand for numbers and lists."""
+    """Make a function check its arguments, except the first and a target, against their types.
+
+    Arrays and tensors may stand for numbers and lists.
+    """
     signature = inspect.signature(function)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         given = signature.bind(*args, **kwargs)
         for name, setting in settings_of(function).items():
-            if name in given.arguments and setting.kind is not Any:
+            if name in given.arguments and setting.kind not in (Any, Target):
                 value = given.arguments[name]
                 plain = value.tolist() if hasattr(value, "tolist") else value
                 given.arguments[name] = setting.checked(plain, function.__qualname__.partition(".")[0])

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.errors import PatchlightError, Unsupported, integer
+from patchlight.core.registry import check_arguments, resolve_settings
 from patchlight.core.targets import Score, Target, resolve_targets, top_classes
-from patchlight.evidence.ablation import PixelMasks
+from patchlight.evidence.ablation import ABLATION, PixelMasks
 from patchlight.evidence.coalitions import draw_coalitions, no_coalitions
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.rules import PLAIN
@@ -166,6 +167,7 @@ class Interactions:
 
 
 @undisturbed
+@check_arguments
 def interactions(
     vit: Anatomy | nn.Module,
     image: Any,
@@ -225,7 +227,8 @@ def interactions(
     removes = unit == "token" or (unit == "auto" and no_coalitions(vit) is None)
     if removes and no_coalitions(vit) is not None:
         raise Unsupported(f"interactions cannot remove tokens: {no_coalitions(vit)}; unit='patch' works")
-    ask = Ask(vit, batch, targets, score, seed, PLAIN, ablation_settings=ablation)
+    ablation = resolve_settings("interactions", ABLATION, {}, ablation)
+    ask = Ask(vit, batch, targets, score, integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
     filling = None if removes else fill_images(fill, batch, vit, seed)
 
     def game(z: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.errors import PatchlightError, integer
+from patchlight.core.registry import check_arguments, resolve_settings
 from patchlight.core.targets import Target, resolve_targets, top_classes
+from patchlight.evidence.ablation import ABLATION
 from patchlight.evidence.fills import Fill
 from patchlight.evidence.rules import PLAIN
 from patchlight.methods.base import Ask
@@ -85,6 +87,7 @@ class SufficientSets:
 
 
 @undisturbed
+@check_arguments
 def sufficient_sets(
     vit: Anatomy | nn.Module,
     image: Any,
@@ -134,7 +137,8 @@ def sufficient_sets(
     )
     if len(batch) != 1 or targets.several:
         raise PatchlightError("sufficient sets are those of one image and one class; call it for each")
-    ask = Ask(vit, batch, targets, "probability", seed, PLAIN, ablation_settings=ablation)
+    ablation = resolve_settings("sufficient_sets", ABLATION, {}, ablation)
+    ask = Ask(vit, batch, targets, "probability", integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
     with vit.settled():
         known = prior_estimate(ask, prior, **prior_settings(prior, samples)).maps[0]
         removes = unit == "token" or (unit == "auto" and vit.can_drop is None)
