@@ -207,7 +207,7 @@ def patches_of_object(scene: Scene) -> Tensor:
 CHANCE: dict[str, Callable[[Scene], Tensor]] = {
     "pointing-game": lambda s: loose(s.region.double().mean((1, 2)), s),
     "energy-pointing": lambda s: loose(s.region.double().mean((1, 2)), s),
-    "ap": lambda s: s.share,
+    "ap": lambda s: s.region.double().mean((1, 2)),
     "relevance-rank": patches_of_object,
     "pixel-accuracy": lambda s: torch.full((COUNT,), 0.5).double(),
     "miou": two_ious,

@@ -233,7 +233,7 @@ def test_metrics_of_one_call_share_their_forwards(monkeypatch: pytest.MonkeyPatc
     vit = linear()
     seen: list[int] = []
     readout = vit.readout
-    monkeypatch.setattr(vit, "readout", lambda tokens: (seen.append(len(tokens)), readout(tokens))[1])
+    monkeypatch.setattr(vit, "readout", lambda tokens, keep=None: (seen.append(len(tokens)), readout(tokens, keep))[1])
     batch, maps = torch.randn(2, 3, 12, 16, dtype=torch.float64), without_ties(vit)
     pl.evaluate(vit, batch, maps, ["insertion", "deletion", "ins-del"], 0, steps=4, fill="zero")
     assert sum(seen) == 2 * 2 * 5

@@ -103,7 +103,7 @@ def test_auc_aopc_and_lodds_are_the_literal_ones_and_share_their_forwards(monkey
     batch, maps = images(vit, 2), without_ties(vit)
     seen: list[int] = []
     readout = vit.readout
-    monkeypatch.setattr(vit, "readout", lambda tokens: (seen.append(len(tokens)), readout(tokens))[1])
+    monkeypatch.setattr(vit, "readout", lambda tokens, keep=None: (seen.append(len(tokens)), readout(tokens, keep))[1])
     found = pl.evaluate(vit, batch, maps, ["auc", "aopc", "lodds"], TARGETS, points=6)
     assert sum(seen) == 2 * (6 + 1)
     black = fill_images("black", batch, vit)

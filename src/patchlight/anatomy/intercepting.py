@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -92,6 +93,18 @@ class Site:
         """The call, without its tokens."""
         named = {key: value for key, value in self.kwargs.items() if key != self.keyword}
         return BlockCall(self.args[1:], named, self.keyword, tuple(self.tokens.shape), returned)
+
+
+def part_blocks(net: nn.Module, paths: Sequence[str]) -> None:
+    """Give a twin a block of its own, with the same weights, where a model runs the same one again."""
+    seen: set[int] = set()
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        block = net.get_submodule(path)
+        if id(block) in seen:
+            block = copy.copy(block)
+            setattr(net.get_submodule(owner), name, block)
+        seen.add(id(block))
 
 
 @dataclass

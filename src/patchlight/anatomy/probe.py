@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchlight.anatomy.watching import AttentionTap
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
@@ -156,12 +156,16 @@ def random_image(vit: Anatomy) -> Tensor:
     return vit.place(torch.randn(1, *vit.input_shape, generator=generator))
 
 
+def quantised_layer(net: nn.Module) -> str:
+    """The class of a quantised layer; "" if there is none."""
+    kinds = ("torch.ao.nn.quantized", "torch.nn.quantized")
+    return next((type(m).__name__ for m in net.modules() if type(m).__module__.startswith(kinds)), "")
+
+
 def _gradient(vit: Anatomy) -> str | None:
     """Why no gradient flows through the model; None if it does. Torch would silently return zeros."""
-    for module in vit.net.modules():
-        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized")):
-            return f"its {type(module).__name__} layers are quantised and pass no gradient"
-    return None
+    layer = quantised_layer(vit.net)
+    return f"its {layer} layers are quantised and pass no gradient" if layer else None
 
 
 def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
