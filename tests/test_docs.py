@@ -39,6 +39,7 @@ PAGES = (
     "answers",
     "video",
     "detection",
+    "segmentation",
     "own-models",
     "figures",
     "verdict",

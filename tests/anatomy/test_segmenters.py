@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from patchlight.anatomy.watching import Unseen
 from patchlight.core.drawing.heat import outlined
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.testing import check_method, contract_names
+from patchlight.zoo import shapes
 from tests import detectors
 
 transformers = pytest.importorskip("transformers")
@@ -441,3 +443,17 @@ def test_a_saved_folder_opens(kind: str, tmp_path: Any) -> None:
     images = inputs(vit)
     with vit.steady(), torch.no_grad():
         torch.testing.assert_close(vit.whole(images), opened(kind).whole(images))
+
+
+def test_the_bundled_segmenter() -> None:
+    """It finds the square of a scene; the map lies more on it than a map of the same value everywhere would."""
+    vit: Any = pl.load("pocket-segmenter")
+    assert vit.reads == (4, 5, 6)
+    head = pl.heads.Region(point=(50, 44), predicted=True)
+    att = pl.explain(vit, shapes.SCENES / "scene-2.png", "genatt", head=head)
+    assert att.labels == ("square",)
+    region = torch.zeros(96, 96)
+    region[29:58, 35:64] = 1
+    assert float(att.inside(region)) > 3 * float(region.mean())
+    file = shapes.HERE / "pocket-segmenter.safetensors"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == shapes.description("pocket-segmenter")["sha256"]

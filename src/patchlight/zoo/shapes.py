@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("pocket-detector",)
+NAMES = ("pocket-detector", "pocket-segmenter")
 SCENES = HERE / "scenes"
 """Six pictures that they were not trained on; ``scenes.json`` has their objects."""
 
