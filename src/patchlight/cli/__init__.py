@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from patchlight.cli.bench import bench
-from patchlight.cli.diffmask import diffmask
 from patchlight.cli.doctor import doctor
 from patchlight.cli.evaluate import evaluate
 from patchlight.cli.explain import demo, explain
@@ -20,8 +19,8 @@ from patchlight.cli.figure import figure, figures
 from patchlight.cli.options import add_commands, group
 from patchlight.cli.recommend import recommend
 from patchlight.cli.serve import serve
-from patchlight.cli.shapley import shapley
 from patchlight.cli.tables import methods, metrics, models
+from patchlight.cli.training import diffmask, shapley
 
 app = group("patchlight", "Show which patches drove a Vision Transformer's prediction, and how faithful that is.")
 add_commands(app, demo=demo, explain=explain, evaluate=evaluate, recommend=recommend, serve=serve)
