@@ -186,7 +186,7 @@ def _explain(
             report(begin, count)
     if not explained:
         raise PatchlightError(f"no images were given; {GIVE_IMAGES}")
-    origin = {"weights": identity(vit), "images": tuple(hashes), "photos": tuple(photos.kept)}
+    origin = {"weights": identity(vit), "images": tuple(hashes), "photos": tuple(photos.photos)}
     joined = Targets.concat(explained)
     results = Attributions()
     for request, estimates_of in zip(requests, zip(*parts, strict=True), strict=True):

@@ -72,7 +72,7 @@ def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 def asked() -> Stop:
     stop = Stop()
-    stop.asked.set()
+    stop.requested.set()
     return stop
 
 
@@ -187,7 +187,7 @@ def test_a_run_that_is_asked_to_stop_does_and_resumes(
     images: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
     stop = Stop()
-    summary = run(recipe(images), tmp_path / "run", stop=stop, listen=lambda event: stop.asked.set())
+    summary = run(recipe(images), tmp_path / "run", stop=stop, listen=lambda event: stop.requested.set())
     assert (summary.now, summary.left) == (0, 48)
     assert run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(1, 6)), asked()).left == 8
     log = tmp_path / "log.txt"
@@ -219,7 +219,7 @@ def test_a_unit_that_takes_too_long_is_given_up_when_asked_to_stop(images: Path,
         pass
     process.terminate()
     assert process.wait(60) == 75
-    assert not Store(tmp_path / "run").held()
+    assert not Store(tmp_path / "run").busy()
 
 
 def test_workers_do_what_one_process_does(images: Path, tmp_path: Path, whole: list[dict[str, Any]]) -> None:

@@ -283,7 +283,7 @@ def test_nothing_is_brought_to_another_recipe_or_device(shared: Shared, tmp_path
     with pytest.raises(PatchlightError, match="mine' holds a run of 'other', not of 'shared'; use another --out"):
         bring(shared.whole, out, shared.recipe())
     out = copied(shared.first, tmp_path / "gpu", device="cuda:0")
-    with pytest.raises(PatchlightError, match="this run was begun on cuda:0, and cpu rounds differently"):
+    with pytest.raises(PatchlightError, match="this run was started on cuda:0; cpu rounds differently"):
         bring(shared.whole, out, shared.recipe())
     assert not list(tmp_path.glob("*/earlier"))
 

@@ -174,7 +174,7 @@ def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
         nonlocal looks
         looks += 1
         if looks > 40:
-            stop.asked.set()
+            stop.requested.set()
         return int(looks == 1)
 
     monkeypatch.setattr(room.Cluster, "room", room_of)
@@ -183,7 +183,7 @@ def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
     told = "for 1 seconds, no node of the Ray cluster has had 1 CPU, .* the same command resumes the run"
     with pytest.raises(PatchlightError, match=told):
         run(chosen, tmp_path / "run", RunOptions(ray=cluster.address), stop)
-    assert not Store(tmp_path / "run").held()
+    assert not Store(tmp_path / "run").busy()
 
 
 def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any) -> None:
@@ -191,7 +191,7 @@ def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
         run(chosen, tmp_path / "run", RunOptions(threads=2))
-        told = "the run was begun with 2 threads, but no node of the Ray cluster has 2 CPUs, .*; use another --out"
+        told = "the run was started with 2 threads, but no node of the Ray cluster has 2 CPUs, .*; use another --out"
         with pytest.raises(PatchlightError, match=told):
             run_ray(chosen, tmp_path / "run", cluster.address)
     finally:
@@ -288,7 +288,7 @@ def test_sigterm_ends_it_with_75_and_the_same_command_goes_on(tmp_path: Path, pl
         assert first.wait(60) == 75
         assert events[-1]["event"] == "end"
         assert events[-1]["done"] < events[-1]["values"]
-        assert not Store(tmp_path / "ray").held()
+        assert not Store(tmp_path / "ray").busy()
         assert subprocess.run(here, stdout=subprocess.DEVNULL).returncode == 0
     assert_equal(tmp_path / "ray", tmp_path / "local")
 
@@ -330,7 +330,7 @@ def test_what_a_node_cannot_read_is_told_with_its_name(tmp_path: Path, cluster: 
 @pytest.mark.slow
 def test_tasks_have_as_many_threads_as_every_node_has_room_for(tmp_path: Path) -> None:
     stop, threads = Stop(), torch.get_num_threads()
-    stop.asked.set()
+    stop.requested.set()
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
         with cluster_of(8, 3) as cluster:

@@ -312,10 +312,10 @@ def test_labels_that_change_while_others_are_at_work_are_seen(tmp_path: Path) ->
     )
     asked = parse(told)
     first = plan(asked)
-    assert plan(asked, known=first.images).key == first.key
+    assert plan(asked, earlier_images=first.images).key == first.key
     labels.write_text("0.png,0\n1.png,7\n")
     assert open_data("files", folder, labels=labels)[1].label is not None
-    assert plan(asked, known=first.images).key != first.key
+    assert plan(asked, earlier_images=first.images).key != first.key
 
 
 def test_where_labels_lie_is_no_part_of_a_value(tmp_path: Path) -> None:
@@ -524,7 +524,7 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
 
 def test_another_device_is_refused(images: Path, tmp_path: Path) -> None:
     run(override(recipe(images), images=2), tmp_path / "run")
-    with pytest.raises(PatchlightError, match="begun on cpu"):
+    with pytest.raises(PatchlightError, match="started on cpu"):
         run(override(recipe(images), images=2), tmp_path / "run", RunOptions(device="cuda"))
 
 

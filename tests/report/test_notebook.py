@@ -97,13 +97,13 @@ def test_a_coarse_view_is_shown_as_sharp_as_the_picture_was(tmp_path: Path) -> N
 def test_large_views_are_made_small(size: tuple[int, int], shape: tuple[int, int]) -> None:
     photos = Photos(Preprocess(size))
     photos.see(torch.randn(2, 3, *size))
-    assert [tuple(photo.shape[1:]) for photo in photos.kept] == [shape, shape]
+    assert [tuple(photo.shape[1:]) for photo in photos.photos] == [shape, shape]
     grey = Photos(Preprocess(size))
     grey.see(torch.zeros(1, 1, *size))
-    assert grey.kept[0].shape[0] == 3
+    assert grey.photos[0].shape[0] == 3
     many = Photos(Preprocess(size))
     many.see(torch.zeros(1, 5, *size))
-    assert many.kept == [], "other channels are no picture"
+    assert many.photos == [], "other channels are no picture"
 
 
 def test_streams_of_pictures_and_tensors_keep_their_order() -> None:

@@ -98,16 +98,16 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
     incomplete = (
         m.incomplete(r.done, f" in '{f}'") for m, r, f in zip(manifests, results, (first, second), strict=True)
     )
-    found = differences(manifests[0], manifests[1], f"'{first}'", f"'{second}'")
+    run_differences = differences(manifests[0], manifests[1], f"'{first}'", f"'{second}'")
     gaps = paired_gaps(pairs, Resamples(len(a), SAMPLES))
     cells = [
-        ComparedCell(*key, gaps[key], int((one.values == other.values).sum()), _note(key, found))
+        ComparedCell(*key, gaps[key], int((one.values == other.values).sum()), _note(key, run_differences))
         for key, (one, other) in pairs.items()
     ]
     arrows = {metric: pair[0].arrow for (_, _, metric), pair in pairs.items()}
     missing = tuple(filter(None, incomplete))
     recipe = manifests[0].resolved
-    return RunComparison(str(first), str(second), recipe, len(a), missing, tuple(found), tuple(cells), arrows)
+    return RunComparison(str(first), str(second), recipe, len(a), missing, tuple(run_differences), tuple(cells), arrows)
 
 
 def _shared_images(first: Manifest, second: Manifest) -> tuple[Tensor, Tensor]:
@@ -143,9 +143,9 @@ def _on_images(column: Evaluation, places: Tensor) -> Evaluation:
     )
 
 
-def _note(key: Key, found: Sequence[Difference]) -> str:
+def _note(key: Key, run_differences: Sequence[Difference]) -> str:
     """Which of the model, the method and the metric differ between the runs."""
-    subjects = {difference.subject for difference in found if difference.incompatible}
+    subjects = {difference.subject for difference in run_differences if difference.incompatible}
     named = zip(("model", "method", "metric"), key, strict=True)
     return ", ".join(f"other {kind}" for kind, label in named if (kind, label) in subjects)
 

@@ -46,19 +46,19 @@ def contents(data: Data, indices: Sequence[int], path: str, listen: Listener) ->
     def read_part(begin: int) -> list[Content]:
         return [_content(data, index, path, cache.hash_of) for index in indices[begin : begin + AT_ONCE]]
 
-    found: list[Content] = []
+    results: list[Content] = []
     reported = time.monotonic()
     pool = ThreadPoolExecutor(THREADS)
     try:
         for part in pool.map(read_part, range(0, len(indices), AT_ONCE)):
-            found += part
+            results += part
             if time.monotonic() - reported > PATIENCE:
                 reported = time.monotonic()
-                listen(Planning(len(found), len(indices)))
+                listen(Planning(len(results), len(indices)))
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted plan need not read the rest
         cache.write()
-    return found
+    return results
 
 
 def content_of(data: Data, index: int, path: str = "") -> str:
@@ -84,8 +84,8 @@ def planned_sample(data: Data, index: int, content: str) -> Sample:
     The class is not checked: its index may have changed since the run was planned.
     """
     sample = data[index]
-    found = sample_digest(sample) if data.sources is None else content_of(data, index)
-    if found.partition("-")[0] != content.partition("-")[0]:
+    digest = sample_digest(sample) if data.sources is None else content_of(data, index)
+    if digest.partition("-")[0] != content.partition("-")[0]:
         name = data.names[index]
         raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
     return sample
@@ -112,9 +112,9 @@ def _read(data: Data, index: int) -> Content:
     """The content of a sample by its pixels."""
     sample = data[index]
     drawn = {"labels": sample.label, "boxes": sample.boxes, "masks": sample.mask}
-    known = {kind for kind, value in drawn.items() if value is not None}
-    known |= {"labels", "masks"} if sample.regions is not None else set()
-    return f"{sample_digest(sample)}-{_class_digest(data, sample.label)}", known
+    annotations = {kind for kind, value in drawn.items() if value is not None}
+    annotations |= {"labels", "masks"} if sample.regions is not None else set()
+    return f"{sample_digest(sample)}-{_class_digest(data, sample.label)}", annotations
 
 
 def _class_digest(data: Data, label: int | None) -> str:
@@ -153,7 +153,7 @@ class HashCache:
 
     def __init__(self, folder: str) -> None:
         self.path = cache_folder() / "files" / f"{json_digest(os.path.abspath(folder))}.json"
-        self.known = _read_cache(self.path) if folder else {}
+        self.entries = _read_cache(self.path) if folder else {}
         self.new: dict[str, list[Any]] = {}
         self.folder = folder
 
@@ -161,14 +161,14 @@ class HashCache:
         """The SHA-256 of a file, from the cache if possible."""
         name = os.path.abspath(path)
         stamp = _stamp(name)
-        entry = self.known.get(name)
+        entry = self.entries.get(name)
         if entry is not None and entry[:-1] == stamp:
             return str(entry[-1])
-        found = file_hash(path)
+        digest = file_hash(path)
         now = time.time_ns()
         if stamp == _stamp(name) and all(abs(now - at) > RACY * 1e9 for at in stamp[1:]):
-            self.new[name] = [*stamp, found]
-        return found
+            self.new[name] = [*stamp, digest]
+        return digest
 
     def write(self) -> None:
         """Add the new hashes to the cache; a cache that cannot be written is not an error."""

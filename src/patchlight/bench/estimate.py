@@ -57,11 +57,11 @@ def estimated(
     plan: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
 ) -> list[Estimated]:
     """Run the first batch of every group, twice if that is quick, and extrapolate to all images."""
-    found = []
+    estimates = []
     for i, group in enumerate(plan.groups):
         listen(Planning(i, len(plan.groups)))
-        found.append(_estimated(plan, group, device, limit))
-    return found
+        estimates.append(_estimated(plan, group, device, limit))
+    return estimates
 
 
 def _estimated(plan: Plan, group: Group, device: str, limit: float) -> Estimated:
@@ -117,9 +117,9 @@ def _counting(vit: Anatomy, limit: float) -> Iterator[list[int]]:
     count, until = [0], time.perf_counter() + limit
     first = vit.blocks[0] if len(vit.blocks) else vit.model
 
-    def seen(module: object, given: tuple[object, ...]) -> None:
+    def seen(module: object, inputs: tuple[object, ...]) -> None:
         if module is first:
-            count[0] += len(given[0]) if given and isinstance(given[0], torch.Tensor) else 1
+            count[0] += len(inputs[0]) if inputs and isinstance(inputs[0], torch.Tensor) else 1
         if time.perf_counter() > until:
             raise _Enough
 

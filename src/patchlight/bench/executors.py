@@ -52,17 +52,19 @@ class Executor(Protocol):
     def slots(self) -> int:
         """How many units may run at once."""
 
-    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
         """Run a unit, except for the values that are known."""
 
     def close(self) -> None:
         """End all workers at once."""
 
 
-def run_timed(unit: Unit, resources: Resources, known: KnownValues, listen: Listener = lambda event: None) -> Finished:
+def run_timed(
+    unit: Unit, resources: Resources, measured: KnownValues, listen: Listener = lambda event: None
+) -> Finished:
     """Run a unit in this process."""
     begin = time.perf_counter()
-    done = run_unit(unit, resources, known, listen)
+    done = run_unit(unit, resources, measured, listen)
     return Finished(done, time.perf_counter() - begin)
 
 
@@ -74,9 +76,9 @@ class InProcess:
     def __init__(self, resources: Resources, listen: Listener) -> None:
         self.resources, self.listen = resources, listen
 
-    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
         future: Future[Finished] = Future()
-        future.set_result(run_timed(unit, self.resources, known, self.listen))
+        future.set_result(run_timed(unit, self.resources, measured, self.listen))
         return future
 
     def close(self) -> None:
@@ -112,7 +114,7 @@ class Workers:
             1, multiprocessing.get_context("spawn"), _prepare_worker, (str(self._log(number).resolve()),)
         )
 
-    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
         number = next(i for i in range(len(self.pools)) if i not in self.busy)
         self.busy.add(number)
         outcome: Future[Finished] = Future()
@@ -132,7 +134,7 @@ class Workers:
             except BaseException as failure:
                 outcome.set_exception(failure)
 
-        task = pickle.dumps((self.job, self.devices[number], unit_to_dict(unit), known))  # tensors by value
+        task = pickle.dumps((self.job, self.devices[number], unit_to_dict(unit), measured))  # tensors by value
         try:
             answer = self.pools[number].submit(_run_task, task)
         except BrokenProcessPool:  # the process died while it was idle
@@ -167,8 +169,8 @@ def _prepare_worker(log: str) -> None:
 
 def _run_task(task: bytes) -> bytes:
     """Run a pickled unit in a worker."""
-    job, device, about, known = pickle.loads(task)
-    return pickle.dumps(execute(job, about, known, device))
+    job, device, description, measured = pickle.loads(task)
+    return pickle.dumps(execute(job, description, measured, device))
 
 
 def worker_job(plan: Plan, resources: Resources, threads: int) -> str:
@@ -200,10 +202,12 @@ def _prepared(job: str) -> tuple[Recipe, Resources]:
     return Recipe.model_validate_json(shared["recipe"]), Resources(shared["device"], shared["chunk"])
 
 
-def execute(job: str, about: Mapping[str, Any], known: KnownValues, device: str = "") -> Finished:
+def execute(job: str, description: Mapping[str, Any], measured: KnownValues, device: str = "") -> Finished:
     """Run, in a worker process, a unit that `unit_to_dict` described."""
     recipe, resources = _prepared(job)
-    return run_timed(unit_from_dict(recipe, about), Resources(device or resources.device, resources.chunk), known)
+    return run_timed(
+        unit_from_dict(recipe, description), Resources(device or resources.device, resources.chunk), measured
+    )
 
 
 def unit_to_dict(unit: Unit) -> dict[str, Any]:

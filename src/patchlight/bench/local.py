@@ -29,7 +29,7 @@ from patchlight.evidence.ablation import free_chunk
 if TYPE_CHECKING:
     from patchlight.data import Data
 
-OTHER_VERSION = "the run was begun with another version of"
+OTHER_VERSION = "the run was started with another version of"
 LASTING = (OTHER_VERSION, MERGED)
 """First words of the notes that stay in the manifest."""
 DEATHS = 3
@@ -95,7 +95,7 @@ class Summary:
 class Stop:
     """A request to stop: units in flight are finished, and no other unit is started."""
 
-    asked: threading.Event = field(default_factory=threading.Event)
+    requested: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ def prepare_run(
     earlier = store.read_manifest()
     check_same_run(store, earlier, recipe, device)
     open_data.cache_clear()  # the data may have changed
-    known = None
-    if earlier is not None and earlier.resolved == recipe and store.held() != [folder]:
-        known = earlier.images
-    planned = plan(recipe, options.data, listen=listen, device=device, known=known)
+    earlier_images = None
+    if earlier is not None and earlier.resolved == recipe and store.busy() != [folder]:
+        earlier_images = earlier.images
+    planned = plan(recipe, options.data, listen=listen, device=device, earlier_images=earlier_images)
     with store.planning():
         earlier = store.read_manifest()  # another shard may have written it: its chunk size and threads are used
         check_same_run(store, earlier, recipe, device)
-        others = [other for other in store.held() if other != folder]
+        others = [other for other in store.busy() if other != folder]
         alone = not others
         if earlier is not None and earlier.plan != planned.key and others:
             raise PatchlightError(
@@ -185,10 +185,10 @@ def prepare_run(
 
 @dataclass
 class Flight:
-    """A unit that is running, its known values, and how many processes died while running it."""
+    """A unit that is running, the values that earlier plans measured, and how many processes died while running it."""
 
     unit: Unit
-    known: KnownValues
+    measured: KnownValues
     deaths: int = 0
 
 
@@ -208,15 +208,15 @@ def work(prepared: PreparedRun, options: RunOptions, executor: Executor, stop: S
     folder = store.folder_of(options.shard)
     try:
         while True:
-            while not stop.asked.is_set() and len(flying) < (slots := executor.slots):
+            while not stop.requested.is_set() and len(flying) < (slots := executor.slots):
                 flight = again.pop() if again else _next(cutter, slots, store, options.retry, listen)
                 if flight is None:
                     break
                 flying[_submitted(flight, executor)] = flight
-            if not flying and (stop.asked.is_set() or not (again or cutter.left)):
+            if not flying and (stop.requested.is_set() or not (again or cutter.left)):
                 break
             if not flying:  # no worker is available
-                stop.asked.wait(PAUSE)
+                stop.requested.wait(PAUSE)
             for future in wait(flying, PAUSE, FIRST_COMPLETED).done:
                 flight = flying.pop(future)
                 try:
@@ -233,10 +233,10 @@ def work(prepared: PreparedRun, options: RunOptions, executor: Executor, stop: S
                         "--out DIR, its place now"
                     )
                 store.keep(unit.key, table_bytes(finished.done), map_bytes(finished.done.maps), folder)
-                if not flight.known and not all(row.error for row in rows):
+                if not flight.measured and not all(row.error for row in rows):
                     cutter.time(unit, finished.seconds)
-                now, reused = now + unit.values, reused + len(flight.known)
-                listen(UnitEnd(unit.key, unit.values, finished.seconds, rows, len(flight.known)))
+                now, reused = now + unit.values, reused + len(flight.measured)
+                listen(UnitEnd(unit.key, unit.values, finished.seconds, rows, len(flight.measured)))
     finally:
         executor.close()
     failures = store.failures(store.shards() if options.shard == WHOLE else [folder])
@@ -255,14 +255,14 @@ def _next(cutter: Cutter, workers: int, store: Store, retry: bool, listen: Liste
 
 
 def _submitted(flight: Flight, executor: Executor) -> Future[Finished]:
-    """Start a unit; no worker is needed if all its values are known or too many processes died of it."""
-    if len(flight.known) < flight.unit.values and flight.deaths < DEATHS:
-        return executor.submit(flight.unit, flight.known)
+    """Start a unit; no worker is needed if all its values were measured or too many processes died of it."""
+    if len(flight.measured) < flight.unit.values and flight.deaths < DEATHS:
+        return executor.submit(flight.unit, flight.measured)
     future: Future[Finished] = Future()
     if flight.deaths >= DEATHS:
         future.set_result(Finished(lost_unit(flight.unit, f"{flight.deaths} processes died while they ran it"), 0.0))
     else:
-        future.set_result(Finished(assemble_unit(flight.unit, flight.known), 0.0))
+        future.set_result(Finished(assemble_unit(flight.unit, flight.measured), 0.0))
     return future
 
 
@@ -335,7 +335,7 @@ def check_same_run(store: Store, earlier: Manifest | None, recipe: Recipe, devic
         )
     if torch.device(earlier.device).type != torch.device(device).type:
         raise PatchlightError(
-            f"this run was begun on {earlier.device}, and {device} rounds differently; use --device "
+            f"this run was started on {earlier.device}; {device} rounds differently; use --device "
             f"{earlier.device} or another --out"
         )
 
@@ -402,15 +402,15 @@ def preemptible() -> Iterator[Stop]:
     timer = threading.Timer(GRACE, os._exit, (PREEMPTED,))
     timer.daemon = True
 
-    def ask(*signals: Any) -> None:
-        if not stop.asked.is_set():
+    def request_stop(*signals: Any) -> None:
+        if not stop.requested.is_set():
             timer.start()
-            stop.asked.set()
+            stop.requested.set()
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield stop
         return
-    earlier = signal.signal(signal.SIGTERM, ask)
+    earlier = signal.signal(signal.SIGTERM, request_stop)
     try:
         yield stop
     finally:

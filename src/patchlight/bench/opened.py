@@ -84,15 +84,17 @@ class Opened:
                 yield known_columns(table).select(_names(columns)).replace_schema_metadata()
 
     def _in_order(self) -> list[Files]:
-        known: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
-        places = {column: {name: i for i, name in enumerate(names)} for column, names in zip(ORDER, known, strict=True)}
-        found = []
+        orders: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
+        places = {
+            column: {name: i for i, name in enumerate(names)} for column, names in zip(ORDER, orders, strict=True)
+        }
+        indices = []
         for files in self.store.files().values():
             table = files.table(ORDER)
             if table is not None and len(table):
                 first = table.slice(0, 1).to_pylist()[0]
-                found.append(([places[column].get(first[column], -1) for column in ORDER], files))
-        return [files for _, files in sorted(found, key=lambda pair: pair[0])]
+                indices.append(([places[column].get(first[column], -1) for column in ORDER], files))
+        return [files for _, files in sorted(indices, key=lambda pair: pair[0])]
 
     def table(self, columns: Sequence[str] | None = None) -> Any:
         """All values as a pyarrow table, with one row for each image, method and metric.
@@ -100,8 +102,8 @@ class Opened:
         Args:
             columns: The columns to read; all by default.
         """
-        found = list(self.tables(columns))
-        return pa.concat_tables(found) if found else pa.schema(map(SCHEMA.field, _names(columns))).empty_table()
+        tables = list(self.tables(columns))
+        return pa.concat_tables(tables) if tables else pa.schema(map(SCHEMA.field, _names(columns))).empty_table()
 
     def frame(self, columns: Sequence[str] | None = None) -> DataFrame:
         """The same table as a pandas data frame."""
@@ -109,9 +111,9 @@ class Opened:
 
     def maps(self, model: str, method: str) -> MethodMaps:
         """The maps of a method on a model, for all measured images in the run's order."""
-        for what, label, known in (("model", model, self.recipe.models), ("method", method, self.recipe.methods)):
-            if label not in known:
-                raise PatchlightError(f"the run has no {what} '{label}'; {nearest(label, known)}")
+        for what, label, names in (("model", model, self.recipe.models), ("method", method, self.recipe.methods)):
+            if label not in names:
+                raise PatchlightError(f"the run has no {what} '{label}'; {nearest(label, names)}")
         parts = (files.read_maps() for files in self.store.files().values())
         joined = joined_maps(parts, model, method, self.images)
         scores = joined.scores.get(method, torch.empty(0, 0, 0))

@@ -231,7 +231,7 @@ def model_digest(vit: Anatomy) -> str:
     return json_digest([identity(vit), modules, configuration, properties, asdict(vit.preprocess)])
 
 
-def _made(recipe: Recipe) -> dict[Pair, str]:
+def hash_pairs(recipe: Recipe) -> dict[Pair, str]:
     """By method and metric, the hash of names, settings and code, and of files that a method depends on."""
     methods = {}
     for label, spec in recipe.methods.items():
@@ -240,12 +240,12 @@ def _made(recipe: Recipe) -> dict[Pair, str]:
         code = describe_value([request.method, request.composition, request.rule])
         settings, score = describe_value(request.settings), describe_value(request.score)
         methods[label] = json_digest([request.name, settings, score, code, depends])
-    found = {}
+    pairs = {}
     for label, made in methods.items():
         for name, metric in recipe.metrics.items():
             measured = recipe.methods[label].measured_by(metric)
-            found[label, name] = json_digest([made, describe_value(measured.metric), describe_value(measured.settings)])
-    return found
+            pairs[label, name] = json_digest([made, describe_value(measured.metric), describe_value(measured.settings)])
+    return pairs
 
 
 def plan(
@@ -253,7 +253,7 @@ def plan(
     data: Data | None = None,
     listen: Listener = lambda event: None,
     device: str = "cpu",
-    known: Images | None = None,
+    earlier_images: Images | None = None,
 ) -> Plan:
     """Cut a recipe into groups of methods for each of its models.
 
@@ -266,14 +266,14 @@ def plan(
         device: Where models are loaded.
         known: Images of an earlier plan, whose hashes are reused; each image is checked again when it is read.
     """
-    made = _made(recipe)
+    made = hash_pairs(recipe)
     data = recipe.data.open() if data is None else data
     chosen, notes = _chosen(recipe, data)
     names = tuple(data.names[i] for i in chosen)
-    same = known is not None and (known.names, known.indices) == (names, tuple(chosen))
-    if known is None or not same or not same_classes(data, chosen, known.contents):
+    same = earlier_images is not None and (earlier_images.names, earlier_images.indices) == (names, tuple(chosen))
+    if earlier_images is None or not same or not same_classes(data, chosen, earlier_images.contents):
         read = contents(data, chosen, recipe.data.path, listen)
-        known = Images(tuple(chosen), names, tuple(content for content, _ in read))
+        earlier_images = Images(tuple(chosen), names, tuple(content for content, _ in read))
         notes += _missing(recipe, [drawn for _, drawn in read if drawn is not None])
     classes = json_digest(data.labels and list(data.labels))
     load_model.cache_clear()  # weights may have changed
@@ -285,7 +285,7 @@ def plan(
             hashes = {pair: value for pair, value in made.items() if pair[0] in methods}
             size = _batch_size(recipe, methods, vit.device.type)
             groups.append(Group(recipe, label, tuple(methods), hashes, digest, classes, size))
-    return Plan(recipe, tuple(groups), known, tuple(notes))
+    return Plan(recipe, tuple(groups), earlier_images, tuple(notes))
 
 
 def _metrics_run_model(recipe: Recipe) -> bool:
@@ -335,10 +335,10 @@ def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
     return chosen, [f"{requested} images were requested; the {where} has {len(chosen)}, and all are used"]
 
 
-def _missing(recipe: Recipe, known: Sequence[set[str]]) -> list[str]:
+def _missing(recipe: Recipe, annotations: Sequence[set[str]]) -> list[str]:
     """A note for each metric whose annotations no image has; an error if that is true of all metrics."""
-    have = set().union(*known)
-    if not known:
+    have = set().union(*annotations)
+    if not annotations:
         return []
     if recipe.target == "label" and "labels" not in have:
         raise PatchlightError("the recipe explains the images' labels, but the data has none; use --target prediction")

@@ -93,7 +93,7 @@ class Cluster:
             )
         return self.workers or room
 
-    def submit(self, unit: Unit, known: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
         outcome: Future[Finished] = Future()
 
         def end(answer: Future[dict[str, Any]]) -> None:
@@ -107,7 +107,7 @@ class Cluster:
             else:
                 outcome.set_result(answer.result()["finished"])
 
-        self.task.remote(self.job, unit_to_dict(unit), known).future().add_done_callback(end)
+        self.task.remote(self.job, unit_to_dict(unit), measured).future().add_done_callback(end)
         return outcome
 
     def close(self) -> None:
@@ -121,7 +121,9 @@ class Cluster:
         """Why no task can run. A resumed run keeps its number of threads, which may exceed that of every node."""
         sentence = f"no node of the Ray cluster has {self._needs()}, which a task needs"
         if self.threads > _threads(self.device, self.workers):
-            return f"the run was begun with {self.threads} threads, but {sentence}; use another --out, or larger nodes"
+            return (
+                f"the run was started with {self.threads} threads, but {sentence}; use another --out, or larger nodes"
+            )
         return f"{sentence}; `ray status` lists the nodes"
 
 
@@ -139,7 +141,7 @@ def connect_to(address: str) -> Iterator[None]:
         return
     if address != "auto" or _last_cluster():
         _check_reachable(_last_cluster() if address == "auto" else address)
-    main, kept = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
+    main, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
     with contextlib.redirect_stdout(cast(TextIO, OwnOutput(sys.stdout))):
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -152,7 +154,7 @@ def connect_to(address: str) -> Iterator[None]:
                 f"the connection to the Ray cluster failed: {' '.join(str(error).split())}"
             ) from error
         if main:
-            signal.signal(signal.SIGTERM, kept)  # ray.init replaced the handler
+            signal.signal(signal.SIGTERM, handler)  # ray.init replaced the handler
         try:
             yield
         finally:
@@ -238,8 +240,8 @@ def _threads(device: str, workers: int | None) -> int:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     able = [node for node in nodes if device != "cuda" or node.get("GPU")]
     each = [int(node["CPU"] / (node["GPU"] if device == "cuda" else 1)) for node in able]
-    wanted = int(sum(node["CPU"] for node in able)) // workers if workers else THREADS
-    return max(1, min([wanted, *each]))
+    threads_wanted = int(sum(node["CPU"] for node in able)) // workers if workers else THREADS
+    return max(1, min([threads_wanted, *each]))
 
 
 def _tasks(resources: Mapping[str, float], threads: int, gpus: int) -> int:
@@ -251,7 +253,7 @@ def _tasks(resources: Mapping[str, float], threads: int, gpus: int) -> int:
 def _task(version: str, code: str) -> Callable[..., Any]:
     """The function that runs on the nodes. Ray sends an inner function by value, so it also runs without Patchlight."""
 
-    def unit(job: str = "", about: Any = None, known: Any = None) -> dict[str, Any]:
+    def unit(job: str = "", description: Any = None, measured: Any = None) -> dict[str, Any]:
         import platform
 
         host = platform.node()
@@ -275,7 +277,7 @@ def _task(version: str, code: str) -> Callable[..., Any]:
         if not job:
             return {"state": "ready", "host": host, "versions": versions()}
         try:
-            finished = execute(job, about, known)
+            finished = execute(job, description, measured)
         except (PatchlightError, MemoryError, OSError) as error:
             return {"state": "failed", "host": host, "why": " ".join(str(error).split()) or type(error).__name__}
         return {"state": "done", "host": host, "finished": finished}

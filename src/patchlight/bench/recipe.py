@@ -75,10 +75,10 @@ class Recipe(Spec):
         return None if value != value else value
 
 
-def read_recipe(given: str | Path) -> tuple[Recipe, str]:
+def read_recipe(source: str | Path) -> tuple[Recipe, str]:
     """Read a recipe and its text from a file, or the bundled recipe of that name."""
-    text = read_text(given)
-    return parse(text, str(given)), text
+    text = read_text(source)
+    return parse(text, str(source)), text
 
 
 def parse(text: str, where: str = "recipe") -> Recipe:
@@ -126,11 +126,11 @@ def _check_table(
         except PatchlightError as error:
             raise error_at(keys, error) from error
 
-    known = {registered(spec, (table, label)) for label, spec in specs.items()}
-    for name, own in quick.items():
-        if name not in known:
-            raise error_at(("quick", table, name), f"the recipe has no '{name}'; {nearest(name, known)}")
-        registered(kind.model_validate(name), ("quick", table, name), **own)
+    registered_names = {registered(spec, (table, label)) for label, spec in specs.items()}
+    for name, values in quick.items():
+        if name not in registered_names:
+            raise error_at(("quick", table, name), f"the recipe has no '{name}'; {nearest(name, registered_names)}")
+        registered(kind.model_validate(name), ("quick", table, name), **values)
 
 
 def _check_published(recipe: Recipe, error_at: ErrorAt) -> None:
@@ -202,22 +202,22 @@ class Overrides:
 
 def override(recipe: Recipe, overrides: Overrides | None = None, **changes: Any) -> Recipe:
     """The recipe with a user's replacements, given as `Overrides` or as its fields by name."""
-    given = replace(overrides or Overrides(), **changes)
-    recipe = with_quick_settings(recipe) if given.quick else recipe
-    data = recipe.data if given.data is None else recipe.data.at(given.data)
-    data = data if given.listed is None else data.with_list(given.listed)
-    data = data if given.images is None else data.model_copy(update={"images": given.images})
-    if given.target not in (None, "label", "prediction"):
-        raise PatchlightError(f"target '{given.target}' is not valid; give label or prediction")
+    changed = replace(overrides or Overrides(), **changes)
+    recipe = with_quick_settings(recipe) if changed.quick else recipe
+    data = recipe.data if changed.data is None else recipe.data.at(changed.data)
+    data = data if changed.listed is None else data.with_list(changed.listed)
+    data = data if changed.images is None else data.model_copy(update={"images": changed.images})
+    if changed.target not in (None, "label", "prediction"):
+        raise PatchlightError(f"target '{changed.target}' is not valid; give label or prediction")
     return recipe.model_copy(
         update={
-            "models": _models(recipe, given.models, {"weights": given.weights, **given.about}, given.flags),
+            "models": _models(recipe, changed.models, {"weights": changed.weights, **changed.about}, changed.flags),
             "data": data,
             "data_of": {} if data.stands_for else recipe.data_of,
-            "methods": _set(recipe.methods, given.settings),
-            "metrics": _set(recipe.metrics, given.settings),
-            "seed": recipe.seed if given.seed is None else given.seed,
-            "target": given.target or recipe.target,
+            "methods": _set(recipe.methods, changed.settings),
+            "metrics": _set(recipe.metrics, changed.settings),
+            "seed": recipe.seed if changed.seed is None else changed.seed,
+            "target": changed.target or recipe.target,
         }
     )
 
@@ -234,34 +234,32 @@ def _models(
     recipe: Recipe, models: Sequence[str], about: Mapping[str, Sequence[Any]], flags: Mapping[str, Any]
 ) -> dict[str, ModelSpec]:
     """The user's models, else the recipe's, with the settings that were given for each."""
-    places = [_place(recipe, given) for given in models] or [
-        (label, spec.name) for label, spec in recipe.models.items()
-    ]
-    for what, given in about.items():
-        if len(given) > len(places):
-            raise PatchlightError(f"{len(given)} {what} were given for {len(places)} model(s)")
-    found: dict[str, ModelSpec] = {}
+    places = [_place(recipe, text) for text in models] or [(label, spec.name) for label, spec in recipe.models.items()]
+    for what, values in about.items():
+        if len(values) > len(places):
+            raise PatchlightError(f"{len(values)} {what} were given for {len(places)} model(s)")
+    specs: dict[str, ModelSpec] = {}
     for place, (label, name) in enumerate(places):
-        own = recipe.models[label]
-        mine = {what: given[place] for what, given in about.items() if place < len(given)}
-        spec = own.other(name, **mine, **flags)
-        shown = label if name == own.name else name
-        if shown in found:
+        spec = recipe.models[label]
+        mine = {what: values[place] for what, values in about.items() if place < len(values)}
+        spec = spec.other(name, **mine, **flags)
+        shown = label if name == spec.name else name
+        if shown in specs:
             raise PatchlightError(f"model '{name}' was given twice")
-        found[shown] = spec if name == own.name else spec.model_copy(update={"stands_for": label})
-    return found
+        specs[shown] = spec if name == spec.name else spec.model_copy(update={"stands_for": label})
+    return specs
 
 
-def _place(recipe: Recipe, given: str) -> tuple[str, str]:
+def _place(recipe: Recipe, text: str) -> tuple[str, str]:
     """The label and the name in `LABEL=NAME`; `NAME` alone stands for the only model of the recipe."""
-    label, equals, name = given.partition("=")
+    label, equals, name = text.partition("=")
     if equals and label in recipe.models:
         return label, name
     if equals:
         raise PatchlightError(
-            f"'{given}' replaces '{label}', which is not a model of the recipe; {nearest(label, recipe.models)}"
+            f"'{text}' replaces '{label}', which is not a model of the recipe; {nearest(label, recipe.models)}"
         )
     if len(recipe.models) == 1:
-        return next(iter(recipe.models)), given
-    choices = " or ".join(f"'{label}={given}'" for label in recipe.models)
+        return next(iter(recipe.models)), text
+    choices = " or ".join(f"'{label}={text}'" for label in recipe.models)
     raise PatchlightError(f"the recipe has several models; give {choices}")

@@ -133,7 +133,7 @@ def collect_results(tables: Iterable[Any], manifest: Manifest, notes: Collection
 def collect_curves(tables: Iterable[Any], manifest: Manifest, model: str, method: str, metric: str) -> Tensor | None:
     """The curves [B,P] of one method under one metric, NaN for an image without a curve; None if there are none."""
     index = _PlanIndex(manifest.resolved, manifest.images.names)
-    found: npt.NDArray[np.float32] | None = None
+    curves: npt.NDArray[np.float32] | None = None
     for table in tables:
         index.learn(table)
         facts = index.facts.get(metric)
@@ -141,13 +141,13 @@ def collect_curves(tables: Iterable[Any], manifest: Manifest, model: str, method
             continue
         for name, label in (("model", model), ("method", method), ("metric", metric)):
             table = table.filter(pc.equal(table[name], label))
-        if found is None:
-            found = np.full((index.shape[2], len(facts.x)), np.nan, dtype=np.float32)
+        if curves is None:
+            curves = np.full((index.shape[2], len(facts.x)), np.nan, dtype=np.float32)
         image = index.place(table, "image")
         rows = np.flatnonzero(image >= 0)
-        drawn, curves = _listed(table["curve"].combine_chunks(), rows, len(facts.x))
-        found[image[rows[drawn]]] = curves
-    return None if found is None else torch.from_numpy(found)
+        drawn, values = _listed(table["curve"].combine_chunks(), rows, len(facts.x))
+        curves[image[rows[drawn]]] = values
+    return None if curves is None else torch.from_numpy(curves)
 
 
 def _by_model(table: Any) -> Iterator[tuple[str, Any]]:
@@ -208,8 +208,8 @@ def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
     """A number for each row of a column of words; each distinct word is looked up once."""
     coded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
     numbers = np.array([place(word) for word in coded.dictionary.to_pylist()], dtype=np.int32)
-    found: Array = numbers[coded.indices.to_numpy(zero_copy_only=False)]
-    return found
+    mapped: Array = numbers[coded.indices.to_numpy(zero_copy_only=False)]
+    return mapped
 
 
 class _Model:

@@ -133,17 +133,17 @@ def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str,
 
 def joined_maps(parts: Iterable[Maps], model: str, method: str, names: Iterable[str]) -> Maps:
     """Join the maps of a method from several files, in the order of `names`; the first map of an image wins."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for part in parts:
         if part.model == model and method in part.scores:
             for name, scores, explained in zip(part.images, part.scores[method], part.classes, strict=True):
-                if name not in found or bool(found[name][0].isnan().all()):
-                    found[name] = scores, explained, part.preprocess
-    shown = [name for name in names if name in found]
+                if name not in joined or bool(joined[name][0].isnan().all()):
+                    joined[name] = scores, explained, part.preprocess
+    shown = [name for name in names if name in joined]
     if not shown:
         return Maps(model=model)
-    scores = torch.stack([found[name][0] for name in shown])
-    return Maps({method: scores}, shown, [found[name][1] for name in shown], found[shown[0]][2], model)
+    scores = torch.stack([joined[name][0] for name in shown])
+    return Maps({method: scores}, shown, [joined[name][1] for name in shown], joined[shown[0]][2], model)
 
 
 def failed(rows: Iterable[ResultRow]) -> int:

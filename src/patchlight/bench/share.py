@@ -90,13 +90,13 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
     collection = Collection(stores, manifest, [f" of '{run}'" for run in runs])
     names = file_names(manifest.resolved, {label: label for label in manifest.resolved.models})
     done = 0
-    with show_progress(progress, "merging") as tell:
+    with show_progress(progress, "merging") as advance:
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             if len(table):
                 target.keep(names[pair], parquet(table), map_bytes(maps))
             done += len(table)
-            tell(i + 1, len(collection.sources))
+            advance(i + 1, len(collection.sources))
     notes = [*collection.damaged, *collection.unequal(runs)]
     lasting = [f"{MERGED} {len(runs)} runs: {note}" for note in notes]
     write_manifest(target.manifest_path, manifest.model_copy(update={"notes": (*manifest.notes, *lasting)}))
@@ -129,12 +129,12 @@ def export(
     if not collection.sources:
         raise PatchlightError(f"the run in '{run}' has no finished unit yet; there is nothing to export")
     values, names = 0, file_names(manifest.resolved, paths.models)
-    with show_progress(progress, "exporting") as tell:
+    with show_progress(progress, "exporting") as advance:
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             values += len(table)
             target.keep(names[pair], parquet(paths.clean_table(table)), map_bytes(paths.clean_maps(maps)))
-            tell(i + 1, len(collection.sources))
+            advance(i + 1, len(collection.sources))
     cleaned = paths.clean_manifest()
     notes = [*filter(None, [manifest.incomplete(values)]), *collection.damaged]
     cleaned = cleaned.model_copy(update={"notes": tuple(dict.fromkeys([*cleaned.notes, *notes]))})
@@ -173,12 +173,12 @@ def bring(
     known = {**target.files([earlier]), **target.files()}
     names = {files.rows.name for files in known.values() if files.rows is not None}
     sources = store.files()
-    with show_progress(progress, f"reading {store.folder.name}") as tell:
+    with show_progress(progress, f"reading {store.folder.name}") as advance:
         for i, (key, files) in enumerate(sources.items()):
             if files.rows is not None and files.maps is not None and files.rows.name not in names and not files.damaged:
                 name = json_digest([key, files.rows.name]) if key in known else key
                 target.keep(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
-            tell(i + 1, len(sources))
+            advance(i + 1, len(sources))
 
 
 @dataclass

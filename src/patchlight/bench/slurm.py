@@ -76,9 +76,9 @@ def render_text(template: str, **values: Any) -> str:
 def slurm_time(text: str) -> str:
     """Convert 2h, 90m, 1d12h or one of SLURM's formats to [days-]hours:minutes:seconds."""
     for form in (SPELLED, WITH_DAYS, WITHOUT):
-        found = form.fullmatch(text.strip().lower())
-        if found:
-            seconds = sum(int(count) * SECONDS[unit] for unit, count in found.groupdict().items() if count)
+        match = form.fullmatch(text.strip().lower())
+        if match:
+            seconds = sum(int(count) * SECONDS[unit] for unit, count in match.groupdict().items() if count)
             break
     else:
         raise PatchlightError(f"'{text}' is not a valid duration; {TIMES}")
@@ -91,12 +91,12 @@ def slurm_time(text: str) -> str:
 
 def _tasks(text: str) -> tuple[int, str]:
     """The number of tasks, and the limit of simultaneous tasks in SLURM's format: 64, or 64%8."""
-    found = re.fullmatch(r"([1-9]\d{0,5})(%[1-9]\d{0,5})?", text.strip())
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d{0,5})(%[1-9]\d{0,5})?", text.strip())
+    if match is None:
         raise PatchlightError(
             f"'{text}' is not a valid array; give a number of tasks (64), optionally with a limit at once (64%8)"
         )
-    return int(found[1]), found[2] or ""
+    return int(match[1]), match[2] or ""
 
 
 def _lines(words: Sequence[str], last: str) -> str:

@@ -122,7 +122,7 @@ class Store:
         with _locked(folder / "lock") as lock:
             if not lock:
                 raise PatchlightError(f"{_holder(folder)} is working on {self._shown(folder)}; wait until it ends")
-            for other in self.held():
+            for other in self.busy():
                 same = other != self.folder and shard != WHOLE and other.name.endswith(f"-of-{shard.count}")
                 if other != folder and not same:
                     raise PatchlightError(
@@ -136,18 +136,18 @@ class Store:
             finally:
                 (folder / "owner.json").unlink(missing_ok=True)
 
-    def held(self) -> list[Path]:
+    def busy(self) -> list[Path]:
         """The folders of shards that a process is working on."""
-        found = []
+        folders = []
         for folder in self.shards():
             if (folder / "lock").exists():
                 with _locked(folder / "lock", 0) as lock:
-                    found += [] if lock else [folder]
-        return found
+                    folders += [] if lock else [folder]
+        return folders
 
     def workers(self) -> list[str]:
         """The processes that work on the run, with their shards."""
-        return [self.worker(folder) for folder in self.held()]
+        return [self.worker(folder) for folder in self.busy()]
 
     def worker(self, folder: Path) -> str:
         """The process that works on the shard in this folder."""
@@ -174,26 +174,26 @@ class Store:
 
     def manifest(self) -> Manifest:
         """The manifest; an error if the folder does not hold a run."""
-        found = self.read_manifest()
-        if found is None:
+        manifest = self.read_manifest()
+        if manifest is None:
             raise PatchlightError(
                 f"there is no run in '{self.folder}'; `patchlight bench run RECIPE --out DIR` starts one"
             )
-        return found
+        return manifest
 
     def files(self, folders: Iterable[Path] | None = None) -> dict[str, Files]:
         """The files of every unit by key, in these folders or in all shards."""
-        found: dict[str, Files] = {}
+        by_key: dict[str, Files] = {}
         for root in self.shards() if folders is None else folders:
             for which, folder, suffix in (("rows", "units", ".parquet"), ("maps", "maps", ".safetensors")):
                 with contextlib.suppress(FileNotFoundError), os.scandir(root / folder) as entries:
                     for entry in sorted(entries, key=lambda entry: entry.name):
                         if entry.name.endswith(suffix) and not entry.name.startswith("."):
                             key = entry.name.rpartition("-")[0]
-                            files = found.setdefault(key, Files())
+                            files = by_key.setdefault(key, Files())
                             if getattr(files, which) is None:
-                                found[key] = files._replace(**{which: Path(entry.path)})
-        return found
+                                by_key[key] = files._replace(**{which: Path(entry.path)})
+        return by_key
 
     def units(self, plan: Plan) -> list[Unit]:
         """The finished units of a plan, according to file names."""
@@ -242,28 +242,28 @@ class Store:
     @cached_property
     def earlier(self) -> dict[str, Files]:
         """By cell, the files of earlier plans that contain it; preferably a file in which it did not fail."""
-        found: dict[str, Files] = {}
+        by_cell: dict[str, Files] = {}
         good: set[str] = set()
         for files in self.files([self.folder / "earlier"]).values():
             table = files.table(["cell", "error"]) if files.there else None
             if table is None:
                 continue
             for cell, error in zip(table["cell"].to_pylist(), table["error"].to_pylist(), strict=True):
-                if cell not in found or (cell not in good and not error):
-                    found[cell] = files
+                if cell not in by_cell or (cell not in good and not error):
+                    by_cell[cell] = files
                 if not error:
                     good.add(cell)
-        return found
+        return by_cell
 
     def before(self, unit: Unit, failed_too: bool = True) -> dict[str, KnownValue]:
         """The values of a unit that earlier plans measured; failed ones only with `failed_too`."""
         cells = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
-        known: dict[str, KnownValue] = {}
+        values: dict[str, KnownValue] = {}
         for files in {self.earlier[cell] for cell in cells if cell in self.earlier}:
             for cell, value in known_values(*self._recent(files), cells).items():
                 if self.earlier[cell] is files and (failed_too or not value.row.error):
-                    known[cell] = value
-        return known
+                    values[cell] = value
+        return values
 
     def keep(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
         """Write the maps of a unit, and then its rows, which mark it as finished."""
@@ -277,9 +277,9 @@ class Store:
         for files in self.files().values():
             if files.maps is None or not has_maps_of(files.maps, model, images):
                 continue
-            for known in known_values(*files.content()).values():
-                if known.map is not None and known.row.image in images:
-                    drawn.setdefault(known.row.method, {})[known.row.image] = known
+            for value in known_values(*files.content()).values():
+                if value.map is not None and value.row.image in images:
+                    drawn.setdefault(value.row.method, {})[value.row.image] = value
         return maps_from(model, images, drawn)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[Any]:
@@ -306,7 +306,7 @@ class Store:
         files = self.files()
 
         def tables() -> Iterator[Any]:
-            with show_progress(progress, "reading units") as tell:
+            with show_progress(progress, "reading units") as advance:
                 for i, unit in enumerate(files.values()):
                     table = unit.table()
                     damaged = [unit.rows] if table is None else []
@@ -314,7 +314,7 @@ class Store:
                     notes.update(f"{_damage(p)} and left out; the same `bench run` repairs it" for p in damaged if p)
                     if table is not None:
                         yield table
-                    tell(i + 1, len(files))
+                    advance(i + 1, len(files))
 
         return collect_results(tables(), self.manifest(), notes)
 
@@ -331,14 +331,14 @@ def known_values(table: Any, maps: Maps, cells: Collection[str] | None = None) -
     if cells is not None:
         table = table.filter([cell in cells for cell in table["cell"].to_pylist()])
     facts, place = facts_of(table), {name: i for i, name in enumerate(maps.images)}
-    found: dict[str, KnownValue] = {}
+    by_cell: dict[str, KnownValue] = {}
     for row in rows_of(table):
         i = place.get(row.image)
         drawn = maps.scores[row.method][i] if i is not None and row.method in maps.scores else None
         drawn = None if drawn is None or bool(drawn.isnan().all()) else drawn
         explained = "" if i is None else maps.classes[i]
-        found[row.cell] = KnownValue(row, facts.get(row.metric), drawn, explained, maps.preprocess)
-    return found
+        by_cell[row.cell] = KnownValue(row, facts.get(row.metric), drawn, explained, maps.preprocess)
+    return by_cell
 
 
 def checksum(data: bytes) -> str:

@@ -41,11 +41,11 @@ def run_unit(
     The result depends on the unit alone. Methods that share a pass are explained in one call, and all metrics use the
     same maps. A failure becomes rows with its reason.
     """
-    found = dict(before or {})
+    values = dict(before or {})
     cells = {pair: unit.cells(pair) for pair in unit.group.made}
     todo: dict[tuple[Pair, ...], list[int]] = {}
     for i in range(len(unit.images)):
-        missing = tuple(pair for pair, own in cells.items() if own[i] not in found)
+        missing = tuple(pair for pair, hashes in cells.items() if hashes[i] not in values)
         if missing:
             todo.setdefault(missing, []).append(i)
     size = unit.group.batch_size
@@ -53,12 +53,12 @@ def run_unit(
     for pairs, places in todo.items():
         for start in range(0, len(places), size):
             part = unit.images.at(places[start : start + size])
-            known = _run_batch(unit.group, part, pairs, resources, listen)
-            found |= {cells[pair][place[name]]: one for (pair, name), one in known.items()}
-    return assemble_unit(unit, found)
+            computed = _run_batch(unit.group, part, pairs, resources, listen)
+            values |= {cells[pair][place[name]]: one for (pair, name), one in computed.items()}
+    return assemble_unit(unit, values)
 
 
-def assemble_unit(unit: Unit, found: KnownValues) -> Done:
+def assemble_unit(unit: Unit, values: KnownValues) -> Done:
     """The rows and maps of a unit from its values."""
     group, names = unit.group, unit.images.names
     cells = {pair: unit.cells(pair) for pair in group.made}
@@ -66,13 +66,13 @@ def assemble_unit(unit: Unit, found: KnownValues) -> Done:
     facts: dict[str, Facts] = {}
     drawn: dict[str, dict[str, KnownValue]] = {method: {} for method in group.methods}
     for i, name in enumerate(names):
-        for (method, metric), own in cells.items():
-            known = found[own[i]]
-            rows.append(replace(known.row, model=group.label, image=name, method=method, metric=metric, cell=own[i]))
-            if known.facts is not None:
-                facts[metric] = known.facts
-            if known.map is not None:
-                drawn[method].setdefault(name, known)
+        for (method, metric), hashes in cells.items():
+            value = values[hashes[i]]
+            rows.append(replace(value.row, model=group.label, image=name, method=method, metric=metric, cell=hashes[i]))
+            if value.facts is not None:
+                facts[metric] = value.facts
+            if value.map is not None:
+                drawn[method].setdefault(name, value)
     return Done(rows, maps_from(group.label, names, drawn), facts)
 
 

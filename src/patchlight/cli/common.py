@@ -226,16 +226,16 @@ def used_methods(requests: Iterable[Request], vit: Anatomy) -> UsedMethods:
     return {one.label: (one.name, one.ignores_class and one.name != "random") for one in suited}
 
 
-def label_methods(used: UsedMethods) -> dict[str, str]:
+def label_methods(methods: UsedMethods) -> dict[str, str]:
     """By label, how a table names a method: with what `auto` chose, and whether the class is ignored."""
     shown = {}
-    for label, (name, ignores_class) in used.items():
+    for label, (name, ignores_class) in methods.items():
         notes = [name] * (label == "auto") + ["ignores the class"] * ignores_class
         shown[label] = f"{label} ({', '.join(notes)})" if notes else label
     return shown
 
 
-def describe_methods(used: UsedMethods) -> dict[str, Any]:
+def describe_methods(methods: UsedMethods) -> dict[str, Any]:
     """The same for JSON: the method behind each label, and the labels of methods that ignore the class."""
-    ignoring = [label for label, (_, ignores_class) in used.items() if ignores_class]
-    return {"used": {label: name for label, (name, _) in used.items()}, "ignores_class": ignoring}
+    ignoring = [label for label, (_, ignores_class) in methods.items() if ignores_class]
+    return {"used": {label: name for label, (name, _) in methods.items()}, "ignores_class": ignoring}

@@ -93,13 +93,15 @@ def evaluate(
         warn_if_long(vit, len(shown), task.requests, task.metrics)
         update(description="measuring", total=len(shown) * len(methods))
         measured = measure_files(task, vit, shown, log, lambda count: update(advance=count))
-    used = common.used_methods(task.requests, vit) if maps is None else _saved_methods(task.saved or {})
+    methods_used = common.used_methods(task.requests, vit) if maps is None else _saved_methods(task.saved or {})
     if as_json:
         results = {"model": vit.name, "target": target, "seed": seed, "results": measured.to_json()}
         errors = [{"image": name, "error": sentence} for name, sentence in log.errors]
-        common.print_json(results | common.describe_methods(used) | {"errors": errors, "warnings": log.warnings})
+        common.print_json(
+            results | common.describe_methods(methods_used) | {"errors": errors, "warnings": log.warnings}
+        )
     else:
-        _print(measured, common.label_methods(used), vit.name, len(log.errors))
+        _print(measured, common.label_methods(methods_used), vit.name, len(log.errors))
     if csv_file is not None:
         write_atomic(csv_file, measured.to_csv().encode(errors="surrogateescape"))
         common.say(f"Wrote {csv_file}")
@@ -111,13 +113,13 @@ def _saved_methods(saved: SavedMaps) -> common.UsedMethods:
     """The methods of saved maps, as the first readable map of each says."""
     from patchlight.core.attribution import Attribution
 
-    used: dict[str, tuple[str, bool]] = {}
+    methods: dict[str, tuple[str, bool]] = {}
     for label, folder in ((label, folder) for of_image in saved.values() for label, folder in of_image.items()):
-        if label not in used:
+        if label not in methods:
             with contextlib.suppress(PatchlightError):  # it was reported as damaged
                 att = Attribution.load(folder)
-                used[label] = att.method, att.ignores_class and att.method != "random"
-    return used
+                methods[label] = att.method, att.ignores_class and att.method != "random"
+    return methods
 
 
 def _print(measured: MeasuredFiles, labels: Mapping[str, str], model: str, failed: int) -> None:

@@ -163,9 +163,9 @@ def explain(
             task.check_outputs()
         update(description="explaining", total=len(task.items))
         done = write_explanations(task, vit, common.say, lambda count: update(completed=count))
-    used = common.used_methods((request for request in requests if request.label in done.methods), vit)
-    options = {"methods": {name: by_name[name] for name in used}, "score": score, "seed": seed}
-    _print(done, used, options, as_json)
+    methods_used = common.used_methods((request for request in requests if request.label in done.methods), vit)
+    options = {"methods": {name: by_name[name] for name in methods_used}, "score": score, "seed": seed}
+    _print(done, methods_used, options, as_json)
     if done.log.errors:
         raise typer.Exit(common.SOME_FAILED)
 
@@ -194,12 +194,12 @@ def expand_groups(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(one for name in names for one in groups.get(name, [name])))
 
 
-def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any], as_json: bool) -> None:
+def _print(done: WrittenFiles, methods_used: common.UsedMethods, options: dict[str, Any], as_json: bool) -> None:
     """Print the predictions as a table and the files written, or everything as JSON."""
     errors = [{"path": path, "error": sentence} for path, sentence in done.log.errors]
     if as_json:
         results = {"images": done.images, "errors": errors, "warnings": done.log.warnings, "written": done.written}
-        common.print_json({"model": done.model, **options, **common.describe_methods(used), **results})
+        common.print_json({"model": done.model, **options, **common.describe_methods(methods_used), **results})
         return
     from patchlight.core.drawing import describe_prediction, short
     from patchlight.core.drawing.pictures import percent
@@ -218,7 +218,7 @@ def _print(done: WrittenFiles, used: common.UsedMethods, options: dict[str, Any]
         common.print_table(
             ("image", "prediction", "runners-up", "explained class"), rows, f"Predictions of {done.model}"
         )
-        common.show(f"Explained by {', '.join(common.label_methods(used).values())}.")
+        common.show(f"Explained by {', '.join(common.label_methods(methods_used).values())}.")
     if len(done.images) > TABLE_ROWS:
         common.show(f"{len(done.images) - TABLE_ROWS} more images are not shown; --json lists all.")
     for image in done.images[:TABLE_ROWS]:

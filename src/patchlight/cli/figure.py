@@ -55,11 +55,11 @@ def figure(
     path = out or Path(f"{row['name']}.pdf")
     common.check_images(images or ())
     figure_format(path)
-    own = common.read_settings([row["name"]], settings or [], "figure")[row["name"]]
+    own_settings = common.read_settings([row["name"]], settings or [], "figure")[row["name"]]
     from patchlight.data import KINDS, open_images
     from patchlight.report.figures import FIGURES, draw
 
-    resolve_settings(row["name"], settings_of(FIGURES[row["name"]].function), {}, own)
+    resolve_settings(row["name"], settings_of(FIGURES[row["name"]].function), {}, own_settings)
     if data is not None:
         KINDS.find(data)
     model.check(target)
@@ -78,11 +78,11 @@ def figure(
         shown = every.select(DataSpec(kind=data or "folder", images=limit).chosen(every.names))
         index = None if target is None else read_class(target, vit.outcomes, vit.labels)
     options: dict[str, Any] = {"target": index, "other": loaded, "explainer": explainer, "numbers": numbers}
-    drawn = draw(row["name"], vit, shown, path, seed=seed, **options, **own)
+    drawn = draw(row["name"], vit, shown, path, seed=seed, **options, **own_settings)
     width, height = (round(float(side), 2) for side in drawn.get_size_inches())
     if as_json:
         written = {"written": path, "inches": [width, height], "numbers": numbers}
-        common.print_json({"figure": row["name"], "model": vit.name, "seed": seed, "settings": own, **written})
+        common.print_json({"figure": row["name"], "model": vit.name, "seed": seed, "settings": own_settings, **written})
     else:
         common.show(f"Wrote {path} ({width} x {height} inches){'' if numbers is None else f' and {numbers}'}")
 

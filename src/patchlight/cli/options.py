@@ -185,12 +185,12 @@ class ModelOptions:
             if missing is not None:
                 raise PatchlightError(f"no file at '{missing}' (--{option})")
         self.spec()
-        known = self._class_names()
-        if known is not None:
+        class_names = self._class_names()
+        if class_names is not None:
             from patchlight.core.targets import read_class
 
             for word in filter(None, classes):
-                read_class(word, len(known), known)
+                read_class(word, len(class_names), class_names)
         base = (self.model or "pocket").partition(".")[0]
         if ":" not in base and base != "pocket" and not self.plugin and base not in table("models")["models"]:
             self.load()  # it is refused, for a reason that only the library can give

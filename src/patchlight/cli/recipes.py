@@ -82,14 +82,14 @@ class RecipeOptions:
 
             read, text = read_recipe(self.name)
             settings = read_settings([*read.methods, *read.metrics], self.settings or [])
-            about = {"labels": self.labels or (), "preprocess": [as_spec(each) for each in self.preprocess or ()]}
+            per_model = {"labels": self.labels or (), "preprocess": [as_spec(each) for each in self.preprocess or ()]}
             flags = {"sigmoid": self.sigmoid or None, "pretrained": False if self.no_pretrained else None}
             options = {key: getattr(self, key) for key in ("listed", "quick", "seed", "target")}
             options |= {"data": data_place(self.images, self.data), "images": self.limit, "settings": settings}
             models: dict[str, Any] = {
                 "models": self.model or (),
                 "weights": self.weights or (),
-                "about": about,
+                "about": per_model,
                 "flags": flags,
             }
             return override(read, **options, **models), text

@@ -43,7 +43,7 @@ def recommend(
 
     No labels are needed. The verdict names equally good and cheaper methods, and how certain it is.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     if images is None:
         raise PatchlightError("no images were given; name a folder or an image with --images PATH")
     common.check_images([images])
@@ -68,7 +68,7 @@ def recommend(
     verdict = race(
         vit,
         open_images([images], data, vit.labels, listed),
-        budget=Clock(seconds, spent=time.monotonic() - begun),
+        budget=Clock(seconds, spent=time.monotonic() - start),
         methods=selection["method"],
         metrics=selection["metric"],
         seed=seed,

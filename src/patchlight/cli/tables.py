@@ -107,12 +107,12 @@ def models(
 ) -> None:
     """List the models that can be loaded by name."""
     with progress("loading the names"):
-        known = names("models")["models"]
+        model_names = names("models")["models"]
     from patchlight.core.registry import match_names
 
-    matches = match_names(known, pattern)
+    matches = match_names(model_names, pattern)
     if not matches:
-        raise PatchlightError(f"no model name matches '{pattern}'; {nearest(pattern, known)}")
+        raise PatchlightError(f"no model name matches '{pattern}'; {nearest(pattern, model_names)}")
     if as_json:
         print_json(matches)
         return

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @cache
 def _installed() -> tuple[tuple[str, str], ...]:
-    found = {"python": platform.python_version(), "patchlight": __version__}
+    found_versions = {"python": platform.python_version(), "patchlight": __version__}
     for package in ("torch", "timm", "transformers", "torchvision"):
         try:
-            found[package] = metadata.version(package)
+            found_versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return tuple(found.items())
+    return tuple(found_versions.items())
 
 
 def versions() -> dict[str, str]:

@@ -90,10 +90,10 @@ def _remove_attribution(folder: Path) -> None:
 
 def read_attributions(folder: Path) -> dict[str, Attribution]:
     """The attributions below a folder, by method."""
-    found = {unquote(path.parent.name): path.parent for path in sorted(folder.glob(f"*/{_METADATA}"))}
-    if not found:
+    folders = {unquote(path.parent.name): path.parent for path in sorted(folder.glob(f"*/{_METADATA}"))}
+    if not folders:
         raise PatchlightError(f"'{folder}' holds no attributions; give the folder that `Attributions.save` wrote")
-    return {label: read_attribution(path) for label, path in found.items()}
+    return {label: read_attribution(path) for label, path in folders.items()}
 
 
 def attribution_bytes(att: Attribution, scores: str = _SCORES) -> dict[str, bytes]:
@@ -103,10 +103,10 @@ def attribution_bytes(att: Attribution, scores: str = _SCORES) -> dict[str, byte
     _check_finite(att)
     tensors = {name: getattr(att, name) for name in _TYPES if getattr(att, name) is not None}
     left_out = (*_TYPES, *_IN_MEMORY, *(_BEYOND_IMAGES if att.pictures else ()))
-    about = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in left_out}
-    for name in {"preprocess", "geometry"} & set(about):
-        about[name] = None if about[name] is None else asdict(about[name])
-    text = json.dumps({"format": 1 if att.pictures else 2, "tensors": scores, **about}, indent=1, default=repr)
+    metadata = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in left_out}
+    for name in {"preprocess", "geometry"} & set(metadata):
+        metadata[name] = None if metadata[name] is None else asdict(metadata[name])
+    text = json.dumps({"format": 1 if att.pictures else 2, "tensors": scores, **metadata}, indent=1, default=repr)
     return {
         scores: save({name: tensor.contiguous() for name, tensor in tensors.items()}),
         _METADATA: (text + "\n").encode(),
@@ -118,9 +118,9 @@ def read_attribution(folder: Path) -> Attribution:
     from safetensors import SafetensorError
 
     try:
-        about = _read_metadata(folder)
-        axes = about.get("axes", IMAGE_AXES)
-        att = Attribution(**_read_tensors(folder / about.pop("tensors"), len(axes)), **about)
+        metadata = _read_metadata(folder)
+        axes = metadata.get("axes", IMAGE_AXES)
+        att = Attribution(**_read_tensors(folder / metadata.pop("tensors"), len(axes)), **metadata)
         _check_consistent(att)
         return att
     except FileNotFoundError as error:

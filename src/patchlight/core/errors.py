@@ -180,13 +180,13 @@ def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 def check_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
     """Make a function refuse unknown keywords and name the nearest one; `advice` is shown when no name is close."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        wrong = next((key for key in kwargs if key not in known), None)
+        wrong = next((key for key in kwargs if key not in names), None)
         if wrong is not None:
-            hint = nearest(wrong, known)
+            hint = nearest(wrong, names)
             if advice:
                 hint = f"{hint} {advice[:1].upper()}{advice[1:]}" if hint.startswith("did") else advice
             raise PatchlightError(f"'{function.__name__}' has no option '{wrong}'; {hint}")

@@ -226,9 +226,9 @@ def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Ima
     except Image.DecompressionBombError as error:
         raise PatchlightError(f"'{path}' is too large: at most {MAX_PIXELS // 10**6} million pixels") from error
     except UnidentifiedImageError as error:
-        known = ", ".join(FORMATS)
+        formats = ", ".join(FORMATS)
         size = path.stat().st_size
-        raise PatchlightError(f"'{path}' is not a readable image ({size} bytes; formats: {known})") from error
+        raise PatchlightError(f"'{path}' is not a readable image ({size} bytes; formats: {formats})") from error
     except PermissionError as error:
         raise PatchlightError(f"'{path}' cannot be read: {error.strerror}") from error
     except Exception as error:  # decoders raise all kinds of exceptions for damaged files

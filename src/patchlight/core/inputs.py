@@ -88,8 +88,8 @@ class ArrayPreprocess(Preprocess):
         """The dimensions of one input: pictures of bytes have their channels at the end."""
         return 4 if self._frames and isinstance(array, np.ndarray) and array.dtype == np.uint8 else len(self.shape)
 
-    def _checked(self, given: Any) -> Tensor:
-        batch: Tensor = given
+    def _checked(self, array: Any) -> Tensor:
+        batch: Tensor = array
         if not isinstance(batch, Tensor):
             raise PatchlightError(f"{self.inputs} were given as {type(batch).__name__}; {self._give}")
         batch = batch[None] if batch.ndim == len(self.shape) else batch

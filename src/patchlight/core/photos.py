@@ -25,7 +25,7 @@ class Photos:
     most: int = MOST
     read: int = 0
     sharp: dict[int, Tensor] = field(default_factory=dict)
-    kept: list[Tensor] = field(default_factory=list)
+    photos: list[Tensor] = field(default_factory=list)
 
     def add(self, picture: Image.Image | None) -> None:
         """Note the next image that is read: a picture, or None for a tensor."""
@@ -41,9 +41,9 @@ class Photos:
 
         Other inputs are kept as [1 or 3,*size].
         """
-        begin = len(self.kept)
+        begin = len(self.photos)
         if isinstance(self.preprocess, ArrayPreprocess):
-            self.kept.extend(self.preprocess.views(batch[: max(0, self.most - begin)]))
+            self.photos.extend(self.preprocess.views(batch[: max(0, self.most - begin)]))
             return
         if begin >= self.most or batch.shape[1] not in (1, 3):
             return
@@ -53,7 +53,7 @@ class Photos:
             size = [round(side * scale) for side in seen.shape[-2:]]
             seen = to_pixels(seen, size, averaged=True)
         small = (seen * 255).round().byte().cpu()
-        self.kept.extend(self.sharp.get(begin + i, one) for i, one in enumerate(small))
+        self.photos.extend(self.sharp.get(begin + i, one) for i, one in enumerate(small))
 
 
 def as_picture(photo: Tensor, side: int) -> Image.Image:

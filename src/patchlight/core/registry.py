@@ -278,24 +278,24 @@ def make_decorator(
 
 
 def resolve_settings(
-    owner: str, known: Mapping[str, Setting], start: Settings, given: Settings, also: Sequence[str] = ()
+    owner: str, settings: Mapping[str, Setting], start: Settings, given: Settings, also: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The checked values of all settings: defaults, `start` over them, then what was `given`.
 
     `owner` is named in errors, and `also` are further valid keywords for their hints.
     """
-    values = {key: setting.default for key, setting in known.items()} | dict(start)
+    values = {key: setting.default for key, setting in settings.items()} | dict(start)
     for key, value in given.items():
-        if key not in known:
-            raise PatchlightError(f"'{owner}' has no setting '{key}'; {_near_setting(key, known, also)}")
-        values[key] = known[key].checked(value, owner)
+        if key not in settings:
+            raise PatchlightError(f"'{owner}' has no setting '{key}'; {_near_setting(key, settings, also)}")
+        values[key] = settings[key].checked(value, owner)
     return values
 
 
-def _near_setting(key: str, known: Mapping[str, Setting], also: Sequence[str]) -> str:
+def _near_setting(key: str, settings: Mapping[str, Setting], also: Sequence[str]) -> str:
     """The closest settings; if none is close, all of them in their own order."""
-    hint = nearest(key, [*known, *also])
-    return hint if hint.startswith("did") or not known else f"its settings: {', '.join(known)}"
+    hint = nearest(key, [*settings, *also])
+    return hint if hint.startswith("did") or not settings else f"its settings: {', '.join(settings)}"
 
 
 Selection = str | Sequence[str] | Mapping[str, Mapping[str, Any] | str]

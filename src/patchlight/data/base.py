@@ -56,18 +56,18 @@ class Sources:
         files: The files of the sample: image, mask, boxes.
         label: Its class, if it is known before the mask is read.
         values: Everything else that the sample depends on, as plain values, such as boxes from a table.
-        known: Its other annotations: "boxes", "masks", and "labels" if the mask determines the class.
+        present: Its other annotations: "boxes", "masks", and "labels" if the mask determines the class.
     """
 
     files: Sequence[Path]
     label: int | None = None
     values: Any = None
-    known: AbstractSet[str] = frozenset()
+    present: AbstractSet[str] = frozenset()
 
     @property
     def annotations(self) -> set[str]:
         """The annotations that it has: labels, boxes and masks."""
-        return {*self.known, *(() if self.label is None else ("labels",))}
+        return {*self.present, *(() if self.label is None else ("labels",))}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Scene:
         things = [(thing.box, thing.crowd, thing.outline) for thing in self.things]
         return [self.size, [(*each, o.model_dump() if isinstance(o, Runs) else o) for *each, o in things]]
 
-    def known(self) -> set[str]:
+    def annotations(self) -> set[str]:
         """The annotations that it has: boxes and masks."""
         objects = [thing for thing in self.things if not thing.crowd]
         boxes = {"boxes" for thing in objects if thing.box is not None}

@@ -99,36 +99,36 @@ def read_item(item: Any, name: str, labels: Sequence[str] | None = None) -> Samp
     return Sample(name, _picture(image, name), label, boxes, None if mask is None else _signs(mask, name))
 
 
-def _picture(given: Any, name: str) -> Image.Image:
-    if isinstance(given, Image.Image | str | Path):
-        return open_image(given)
-    if not isinstance(given, Tensor | np.ndarray):
-        raise PatchlightError(f"the image of '{name}' is a {type(given).__name__}; {GIVE_IMAGES}")
-    layout = "[C,H,W]" if isinstance(given, Tensor) else "[H,W,C]"
-    pixels = _array(given.float() if isinstance(given, Tensor) and given.is_floating_point() else given)
+def _picture(item: Any, name: str) -> Image.Image:
+    if isinstance(item, Image.Image | str | Path):
+        return open_image(item)
+    if not isinstance(item, Tensor | np.ndarray):
+        raise PatchlightError(f"the image of '{name}' is a {type(item).__name__}; {GIVE_IMAGES}")
+    layout = "[C,H,W]" if isinstance(item, Tensor) else "[H,W,C]"
+    pixels = _array(item.float() if isinstance(item, Tensor) and item.is_floating_point() else item)
     return open_image(array_picture(pixels, f"the image of '{name}'", layout))
 
 
-def _label(given: Any, name: str, labels: Sequence[str] | None) -> int | None:
-    if given is None:
+def _label(item: Any, name: str, labels: Sequence[str] | None) -> int | None:
+    if item is None:
         return None
-    if isinstance(given, str):
-        if given not in (labels or ()):
-            raise PatchlightError(f"'{name}' has the unknown class '{given}'; {nearest(given, labels or ())}")
-        return list(labels or ()).index(given)
+    if isinstance(item, str):
+        if item not in (labels or ()):
+            raise PatchlightError(f"'{name}' has the unknown class '{item}'; {nearest(item, labels or ())}")
+        return list(labels or ()).index(item)
     try:
-        return operator.index(given)
+        return operator.index(item)
     except TypeError as error:
-        shape = list(given.shape) if isinstance(given, Tensor | np.ndarray) else None
-        kind = f"of shape {shape}" if shape else f"of type {getattr(given, 'dtype', type(given).__name__)}"
+        shape = list(item.shape) if isinstance(item, Tensor | np.ndarray) else None
+        kind = f"of shape {shape}" if shape else f"of type {getattr(item, 'dtype', type(item).__name__)}"
         raise PatchlightError(f"the label of '{name}' is {kind}; give the index or name of one class") from error
 
 
-def _boxes(given: Any, name: str) -> Tensor | None:
-    if given is None:
+def _boxes(item: Any, name: str) -> Tensor | None:
+    if item is None:
         return None
-    form = getattr(getattr(given, "format", None), "name", "XYXY")
-    boxes = torch.as_tensor(_array(given), dtype=torch.float32)
+    form = getattr(getattr(item, "format", None), "name", "XYXY")
+    boxes = torch.as_tensor(_array(item), dtype=torch.float32)
     if form != "XYXY" or (boxes.numel() and (boxes.ndim != 2 or boxes.shape[1] != 4)):
         raise PatchlightError(
             f"the boxes of '{name}' are {form} of shape {list(boxes.shape)}; give [n,4]: xmin, ymin, xmax, ymax"
@@ -156,9 +156,9 @@ def _largest(target: Mapping[str, Any], label: int | None, boxes: Tensor | None,
     return label, None if boxes is None else boxes[torch.from_numpy(same)], mask
 
 
-def _array(given: Any) -> Any:
+def _array(item: Any) -> Any:
     """A tensor, list or picture as an array; None stays None."""
-    return None if given is None else given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    return None if item is None else item.detach().cpu().numpy() if isinstance(item, Tensor) else np.asarray(item)
 
 
 def _signs(mask: Any, name: str) -> Tensor:

@@ -147,11 +147,11 @@ def _sources(
 ) -> Sources:
     """The files of one image, and its annotations from tables."""
     note, scene = notes.get(name), scenes.get(name)
-    known = set() if scene is None else scene.known()
-    known |= {what for what, table in (("boxes", notes), ("masks", masks)) if name in table}
+    annotations = set() if scene is None else scene.annotations()
+    annotations |= {what for what, table in (("boxes", notes), ("masks", masks)) if name in table}
     boxes = None if note is None else [note.boxes, note.size]
     values = [ignore, boxes, None if scene is None else scene.values()]
-    return Sources([paths[name], *([masks[name]] if name in masks else [])], labels.get(name), values, known)
+    return Sources([paths[name], *([masks[name]] if name in masks else [])], labels.get(name), values, annotations)
 
 
 def _read_mask(path: Path, ignore: int | None) -> Tensor:

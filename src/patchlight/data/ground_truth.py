@@ -42,7 +42,7 @@ class Task:
 
     classes: tuple[str, ...]
     signs: tuple[int, ...]
-    about: str
+    cause: str
 
 
 TASKS: dict[str, Task] = {
@@ -113,8 +113,8 @@ class Scenes:
         there = self.present[:, signs]
         if task == "mosaic":
             there = there & (self.kinds[:, signs] == label[:, None])
-        found = torch.zeros(len(self), GRID * GRID, dtype=torch.bool, device=label.device)
-        return found.scatter_(1, self.places[:, signs], there).view(-1, GRID, GRID)
+        causes = torch.zeros(len(self), GRID * GRID, dtype=torch.bool, device=label.device)
+        return causes.scatter_(1, self.places[:, signs], there).view(-1, GRID, GRID)
 
     def images(self) -> Tensor:
         """The pictures [n,3,64,64] uint8."""
@@ -134,9 +134,9 @@ class Scenes:
     def redrawn(self, signs: Sequence[int], generator: torch.Generator, ground: bool = False) -> Scenes:
         """The same scenes with these signs sampled again (place, presence, kind), and the background if asked."""
         fresh = sample_scenes(len(self), generator)
-        kept = [sign for sign in range(len(SIGNS)) if sign not in signs]
+        unchanged = [sign for sign in range(len(SIGNS)) if sign not in signs]
         keys = torch.rand(len(self), GRID * GRID, generator=generator, device=generator.device)
-        keys.scatter_(1, self.places[:, kept], 2.0)
+        keys.scatter_(1, self.places[:, unchanged], 2.0)
         places, present, kinds = self.places.clone(), self.present.clone(), self.kinds.clone()
         places[:, list(signs)] = keys.argsort(1)[:, : len(signs)]
         present[:, list(signs)] = fresh.present[:, list(signs)]
@@ -224,7 +224,7 @@ def open_ground_truth(
         scenes: The number of scenes.
         seed: Random seed.
     """
-    asked = find_task(task)
+    chosen = find_task(task)
     numbers = {f"scene-{i:04d}": i for i in range(scenes)}
 
     def scene(name: str) -> tuple[Scenes, Tensor]:
@@ -241,7 +241,7 @@ def open_ground_truth(
     def sources(name: str) -> Sources:
         return Sources((), int(scene(name)[1]), [VERSION, seed, numbers[name]], {"masks"})
 
-    return Data("ground-truth", list(numbers), read, asked.classes, sources)
+    return Data("ground-truth", list(numbers), read, chosen.classes, sources)
 
 
 def check_model(model: Any, task: str, count: int = 2000, seed: int = 1) -> dict[str, float]:

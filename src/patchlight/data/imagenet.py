@@ -114,7 +114,7 @@ def _sources(image: Path, label: int, boxes: Note | Path | None) -> Sources:
     if boxes is None:
         return Sources([image], label)
     if isinstance(boxes, Path):
-        return Sources([image, boxes / f"{escape_surrogates(image.stem)}.xml"], label, known={"boxes"})
+        return Sources([image, boxes / f"{escape_surrogates(image.stem)}.xml"], label, present={"boxes"})
     return Sources([image], label, [boxes.boxes, boxes.size], {"boxes"} if boxes.boxes else set())
 
 

@@ -50,9 +50,9 @@ def open_imagenet_s(path: str | Path, split: str = "validation", categories: str
         existing_folder(needed, f"ImageNet-S ({needed.name})")
     paths = {escape_surrogates(p.stem): p for p in list_images(folder)}
     table = _class_table(_categories(root, masks, categories))
-    values, known = json_digest(table.tolist()), {"labels", "masks"}  # the mask determines the class, by the table
+    values, present = json_digest(table.tolist()), {"labels", "masks"}  # the mask determines the class, by the table
     sources = {
-        name: Sources([p, (masks / p.relative_to(folder)).with_suffix(".png")], values=values, known=known)
+        name: Sources([p, (masks / p.relative_to(folder)).with_suffix(".png")], values=values, present=present)
         for name, p in paths.items()
     }
     return Data.of_files(
@@ -106,7 +106,7 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
     breeds = sorted({_breed(name) for name in paths}, key=str.lower)
     labels = {name: breeds.index(_breed(name)) for name in paths}
     files = {name: [paths.get(name, images / f"{name}.jpg"), trimaps / f"{name}.png"] for name in names}
-    sources = {name: Sources(own, labels.get(name), known={"masks"}) for name, own in files.items()}
+    sources = {name: Sources(own, labels.get(name), present={"masks"}) for name, own in files.items()}
     return Data.of_files(f"pets-{split}", names, sources.__getitem__, breeds, _add_trimap)
 
 
@@ -133,10 +133,10 @@ def _class_table(synsets: Sequence[str]) -> torch.Tensor:
     return table
 
 
-def _categories(root: Path, masks: Path, given: str | Path | None) -> list[str]:
+def _categories(root: Path, masks: Path, categories: str | Path | None) -> list[str]:
     """The synsets of this ImageNet-S, from its list, or from a complete set of class folders."""
-    if given is not None:
-        return read_text(Path(given)).split()
+    if categories is not None:
+        return read_text(Path(categories)).split()
     above = (root, *root.resolve().parents[:2])
     lists = [
         p for a in above for sub in ("", "data/categories") for p in (a / sub).glob("ImageNetS_categories_im*.txt")

@@ -45,9 +45,9 @@ class DataSpec(Spec):
         hints = get_type_hints(KINDS.find(self.kind).function)
         return {name: value for name, value in self.options.items() if Path not in get_args(hints.get(name))}
 
-    def at(self, given: str) -> DataSpec:
+    def at(self, place: str) -> DataSpec:
         """The data at `DIR` or `KIND:DIR`; the options and the list of images are dropped for another kind."""
-        kind, path = kind_and_path(given)
+        kind, path = kind_and_path(place)
         if kind == "" or KINDS.find(kind) is KINDS.lookup(self.kind):
             return self.model_copy(update={"path": path})
         return self.model_copy(
@@ -73,19 +73,19 @@ class DataSpec(Spec):
     def chosen(self, names: Sequence[str], seed: int = 0) -> Sequence[int]:
         """The indices of the selected images among the `names` of the data set."""
         listed = range(len(names)) if self.list is None else read_list(self.list, names)
-        kept = listed[self.skip :: self.every]
-        if not kept:
+        names_left = listed[self.skip :: self.every]
+        if not names_left:
             skipped = f" after the first {self.skip}" if listed else ""
             raise PatchlightError(f"there are no images in '{self.list or self.path}'{skipped}")
-        count = len(kept) if self.images is None else min(self.images, len(kept))
-        if self.pick == "random" and count < len(kept):
-            sampled = torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed))[:count]
-            return [kept[i] for i in sorted(sampled.tolist())]
-        reach = len(kept) if self.pick == "spread" else count
-        return [kept[i * reach // count] for i in range(count)]
+        count = len(names_left) if self.images is None else min(self.images, len(names_left))
+        if self.pick == "random" and count < len(names_left):
+            sampled = torch.randperm(len(names_left), generator=torch.Generator().manual_seed(seed))[:count]
+            return [names_left[i] for i in sorted(sampled.tolist())]
+        reach = len(names_left) if self.pick == "spread" else count
+        return [names_left[i * reach // count] for i in range(count)]
 
 
-def kind_and_path(given: str) -> tuple[str, str]:
+def kind_and_path(place: str) -> tuple[str, str]:
     """`KIND:DIR` as kind and path; the kind of a plain `DIR` is empty."""
-    kind, _, path = given.partition(":")
-    return (kind, path) if KINDS.lookup(kind) is not None and ":" in given else ("", given)
+    kind, _, path = place.partition(":")
+    return (kind, path) if KINDS.lookup(kind) is not None and ":" in place else ("", place)

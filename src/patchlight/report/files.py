@@ -198,10 +198,10 @@ def write_explanations(
     """
     if task.report is not None and vit.layout.inputs != "images":
         raise PatchlightError(f"a report draws pictures, and {vit.name} takes {vit.layout.inputs}; leave out --report")
-    asked = [vit.ask(head) for head in task.heads]
-    if not asked:
-        asked = [vit.ask(vit.default_question()) if vit.task and vit.head is None else vit]
-    vit, requests = asked[0], []
+    questions = [vit.ask(head) for head in task.heads]
+    if not questions:
+        questions = [vit.ask(vit.default_question()) if vit.task and vit.head is None else vit]
+    vit, requests = questions[0], []
     for request in task.requests:
         reason = refusal(request, vit)
         if reason is not None and request.label in task.optional:
@@ -215,11 +215,11 @@ def write_explanations(
     rows: list[ExplainedFile] = []
     sections: list[ImageSection] = []
     first: tuple[Mapping[str, Attribution], Trial] | None = None
-    each_question = (explain_files(each, list(items), options, done.log) for each in asked)
-    numbers = {} if len(asked) == 1 else Counter[Path]()
+    each_question = (explain_files(each, list(items), options, done.log) for each in questions)
+    numbers = {} if len(questions) == 1 else Counter[Path]()
     for one in itertools.chain.from_iterable(each_question):
         item = items[one.path]
-        if len(asked) > 1:
+        if len(questions) > 1:
             numbers[one.path] += 1
             item = item.numbered(numbers[one.path])
         one = _outlined(one)

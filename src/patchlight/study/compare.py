@@ -140,7 +140,7 @@ class _FirstMaps:
     def maps(self, requests: Sequence[Request], seed: int) -> Attributions:
         if not self.targets:
             return Attributions()
-        origin = {"weights": identity(self.vit), "images": tuple(self.hashes), "photos": tuple(self.photos.kept)}
+        origin = {"weights": identity(self.vit), "images": tuple(self.hashes), "photos": tuple(self.photos.photos)}
         targets = Targets.concat(self.targets)
         estimates = ((r, Estimate(torch.cat(self.scores[r.label])[:, None])) for r in requests)
         return Attributions((r.label, attribution_of(self.vit, r, e, targets, seed, origin)) for r, e in estimates)

@@ -326,8 +326,8 @@ class Trial:
         count = self.removed[[self._hidden_step]]
         ask = self._measure(torch.cat([scores[None].to(self.image), self._random_maps.to(self.image)]))
         hidden = removed_logits(ask, count, False, Removal(self.fill, self.unit))
-        whole = self.vit.logits(self.image).to(hidden).expand(len(hidden), 1, -1)
-        curves = scored(torch.cat([whole, hidden], 1), ask.targets, ask, self.score).double().cpu()
+        full = self.vit.logits(self.image).to(hidden).expand(len(hidden), 1, -1)
+        curves = scored(torch.cat([full, hidden], 1), ask.targets, ask, self.score).double().cpu()
         order = ask.ranks(self.unit)[0].flatten().argsort()[: int(count)]
         return self._hiding(float(curves[0, 0]), float(curves[0, 1]), float(curves[1:, 1].mean())), order.tolist()
 

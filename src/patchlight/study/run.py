@@ -448,11 +448,11 @@ def _classes(
     vit: Anatomy, batch: Tensor, sources: Mapping[str, Source], targets: Targets | None, part: slice, count: int | None
 ) -> dict[str, Targets]:
     """By label, the classes to score: those given, those that its maps explain, or the prediction."""
-    given = {label: targets or source.targets for label, source in sources.items()}
-    predicted = None if all(given.values()) else top_classes(vit.logits(batch), vit.outputs)
+    known_classes = {label: targets or source.targets for label, source in sources.items()}
+    predicted = None if all(known_classes.values()) else top_classes(vit.logits(batch), vit.outputs)
     return {
         label: predicted if classes is None else classes.part(part.start, len(batch), count)  # type: ignore[misc]
-        for label, classes in given.items()
+        for label, classes in known_classes.items()
     }
 
 
@@ -504,11 +504,11 @@ def _finite(maps: Tensor, first: int, label: str) -> tuple[Tensor, dict[int, str
     return torch.where(broken.view(-1, *[1] * (maps.ndim - 1)), 0, maps), reasons
 
 
-def _only_labelled(request: MetricRequest, given: Measure, measured: Measured) -> Measured:
+def _only_labelled(request: MetricRequest, scene: Measure, measured: Measured) -> Measured:
     """A metric that needs labels has no value for the images without one."""
-    if "labels" not in request.metric.needs or given.labels is None:
+    if "labels" not in request.metric.needs or scene.labels is None:
         return measured
-    unknown = (given.labels < 0).nonzero().flatten().tolist()
+    unknown = (scene.labels < 0).nonzero().flatten().tolist()
     return replace(measured, reasons={**measured.reasons, **dict.fromkeys(unknown, "its true class is not known")})
 
 

@@ -78,19 +78,19 @@ Beside = tuple[Tensor | None, Sequence[Tensor] | None, Tensor | None]
 
 
 def checked_annotations(
-    given: Annotations, count: int | None, vit: Anatomy, streamed_labels: list[Any] | None
+    annotations: Annotations, count: int | None, vit: Anatomy, streamed_labels: list[Any] | None
 ) -> Callable[[slice], Beside]:
     """Check annotations, and return a function that selects those of some images.
 
     The labels of a stream are added to `streamed_labels` as they are read.
     """
-    given_labels = None if streamed_labels is not None else given.labels
-    if count is None and any(each is not None for each in (given_labels, given.boxes, given.masks)):
+    given_labels = None if streamed_labels is not None else annotations.labels
+    if count is None and any(each is not None for each in (given_labels, annotations.boxes, annotations.masks)):
         raise PatchlightError("labels, boxes and masks need a known number of images; give a list of images")
     number = count or 0
     labels = _labels(given_labels, number, vit) if given_labels is not None else None
-    masks = _masks(given.masks, number, vit) if given.masks is not None else None
-    boxes = _boxes(given.boxes, number, vit) if given.boxes is not None else None
+    masks = _masks(annotations.masks, number, vit) if annotations.masks is not None else None
+    boxes = _boxes(annotations.boxes, number, vit) if annotations.boxes is not None else None
 
     def select(part: slice) -> Beside:
         selected = labels[part] if labels is not None else None
@@ -161,11 +161,11 @@ def check_model(maps: Attribution, vit: Anatomy) -> None:
         )
 
 
-def describe_head(about: Mapping[str, Any]) -> str:
+def describe_head(head: Mapping[str, Any]) -> str:
     """The head of an attribution in a few words."""
-    if not about:
+    if not head:
         return "its own classifier"
-    return ", ".join(about["labels"]) if "labels" in about else str(about)
+    return ", ".join(head["labels"]) if "labels" in head else str(head)
 
 
 def check_images(sources: Iterable[Source], part: slice, batch: Tensor) -> None:
@@ -206,14 +206,14 @@ def _method_of(maps: Attribution) -> MapFunction | None:
     return None if score is None else map_function(maps.method, settings, score)  # type: ignore[arg-type]
 
 
-def check_needs(request: MetricRequest, method: MapFunction | None, given: Annotations) -> None:
+def check_needs(request: MetricRequest, method: MapFunction | None, annotations: Annotations) -> None:
     if request.metric.explains and method is None:
         raise PatchlightError(
             f"'{request.metric.name}' explains images itself, so it needs a method: give an Attribution, the name of a "
             "method or a function instead of maps"
         )
     needs = sorted(request.metric.needs)
-    missing = [need for need in needs if all(getattr(given, kind) is None for kind in need.split(" or "))]
+    missing = [need for need in needs if all(getattr(annotations, kind) is None for kind in need.split(" or "))]
     if missing:
         first = missing[0].split(" or ")[0]
         raise PatchlightError(f"'{request.metric.name}' needs {' and '.join(missing)}; give {first}=… (or --data KIND)")
@@ -249,8 +249,8 @@ def _boxes(boxes: Sequence[Any], count: int, vit: Anatomy) -> list[Tensor]:
         raise PatchlightError(f"boxes are given for {len(boxes)} images, but there are {count}")
     height, width = vit.preprocess.size
     checked_boxes = []
-    for i, given in enumerate(boxes):
-        box = torch.as_tensor(given, dtype=torch.float64)
+    for i, value in enumerate(boxes):
+        box = torch.as_tensor(value, dtype=torch.float64)
         if box.numel() % 4 or (box.ndim > 1 and box.shape[-1] != 4):
             raise PatchlightError(f"boxes of image {i} have shape {list(box.shape)}; give [n, 4]")
         box = box.reshape(-1, 4)

@@ -90,10 +90,10 @@ def choose_start(
     if not several:
         raise PatchlightError("starts is empty; give at least one block")
     maps = {str(start): {"method": method, "start": start} for start in several}
-    own = {**QUICK.get(metric, {}), **settings}
-    found = evaluate(vit, images, maps, metric, target, progress=False, **own)
-    sign = 1.0 if found[str(several[0])].higher_is_better else -1.0
-    values = torch.stack([found[str(start)].values for start in several])  # [S,B]
+    metric_settings = {**QUICK.get(metric, {}), **settings}
+    evaluations = evaluate(vit, images, maps, metric, target, progress=False, **metric_settings)
+    sign = 1.0 if evaluations[str(several[0])].higher_is_better else -1.0
+    values = torch.stack([evaluations[str(start)].values for start in several])  # [S,B]
     means = values.nanmean(1)
     best = int((sign * means).nan_to_num(-torch.inf).argmax())
     apart = sign * (values[best] - values)

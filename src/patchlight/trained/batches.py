@@ -59,7 +59,7 @@ def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look:
 
     if isinstance(loader, Iterator):
         raise PatchlightError("the loader can be iterated only once; give a DataLoader, or a list of batches")
-    found: set[int] = set()
+    classes: set[int] = set()
     count, labelled = 0, True
     for batch in itertools.islice(epoch_of(loader, 0, 0), look):
         images, labels = images_and_labels(batch)
@@ -67,15 +67,15 @@ def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look:
         count += len(images)
         labelled = labelled and labels is not None
         if labels is not None:
-            found |= set(labels.flatten().tolist())
+            classes |= set(labels.flatten().tolist())
     if count == 0:
         raise PatchlightError(f"there are no images to {use}; the loader is empty")
     if not labelled:
         return
-    highest, known = max(found), vit.outcomes
-    if highest >= known:
-        raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {known} classes (0 to {known - 1})")
-    if len(found) == 1 and use == "train on":
+    highest, last = max(classes), vit.outcomes - 1
+    if highest > last:
+        raise PatchlightError(f"the data has a label {highest}, but {vit.name} has {last + 1} classes (0 to {last})")
+    if len(classes) == 1 and use == "train on":
         raise PatchlightError(
             f"the first {count} images are all of class {highest}; training needs several classes, in mixed order"
         )

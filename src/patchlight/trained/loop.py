@@ -168,8 +168,8 @@ def train_steps(learner: Learner[Report], run: TrainingRun, words: str = "traini
     if run.out is not None:
         check_writable(run.out)
         loop.resume(run.out, run.resume)
-    with show_progress(run.progress if run.devices.main else False, words) as tell:
-        loop.go(tell)
+    with show_progress(run.progress if run.devices.main else False, words) as advance:
+        loop.go(advance)
     return {**loop.last, **({"failed_attempts": loop.failed} if loop.failed else {})}
 
 
@@ -202,15 +202,15 @@ class _Loop(Generic[Report]):
     def seed(self) -> int:
         return fresh_seed(self.settings.seed, len(self.failed))
 
-    def go(self, tell: Update) -> None:
+    def go(self, advance: Update) -> None:
         """Take all remaining steps."""
         while self.step < self.steps:
             try:
-                self._epoch(tell)
+                self._epoch(advance)
             except Diverged as failure:
                 self._restart(str(failure))
 
-    def _epoch(self, tell: Update) -> None:
+    def _epoch(self, advance: Update) -> None:
         """Take the remaining steps of an epoch."""
         every = self.settings.checkpoint_steps
         epoch = self.step // self.epoch_length if self.epoch_length else 0
@@ -221,7 +221,7 @@ class _Loop(Generic[Report]):
                 continue
             self.window.append(self.learner.step(batch, self.step))
             self.step += 1
-            tell(self.step, self.steps)
+            advance(self.step, self.steps)
             if self.step % self.settings.log_every == 0 or self.step == self.steps:
                 self._report()
             due = time.monotonic() - self.saved_at > 60 * self.settings.checkpoint_minutes
@@ -273,24 +273,24 @@ class _Loop(Generic[Report]):
             self._finite_means()
         if self.devices.main:
             window = torch.stack(self.window) if self.window else torch.empty(0, len(self.learner.columns))
-            about = {"step": self.step, "settings": self.settings.fixed(), "epoch": self.epoch_length}
-            about |= {"last": self.last or None, "failed_attempts": self.failed}
+            header = {"step": self.step, "settings": self.settings.fixed(), "epoch": self.epoch_length}
+            header |= {"last": self.last or None, "failed_attempts": self.failed}
             parts = {**self.learner.state(), "window": {"told": window}}
-            write_checkpoint(self.out / "checkpoint.safetensors", about, parts)
+            write_checkpoint(self.out / "checkpoint.safetensors", header, parts)
         self.saved, self.saved_at = self.step, time.monotonic()
 
-    def resume(self, out: Path, wanted: bool) -> None:
+    def resume(self, out: Path, resume: bool) -> None:
         """Restore the checkpoint in `out`, if there is one."""
         path, metrics = out / "checkpoint.safetensors", out / "metrics.csv"
-        if not wanted or not path.is_file():
+        if not resume or not path.is_file():
             metrics.unlink(missing_ok=True)
             return
-        about, parts = read_checkpoint(path)
-        now, saved = self.settings.fixed(), about["settings"]
+        header, parts = read_checkpoint(path)
+        now, saved = self.settings.fixed(), header["settings"]
         if now != saved:
             other = ", ".join(sorted(k for k in now if now[k] != saved.get(k)))
             raise PatchlightError(f"'{out}' holds a run with another {other}; choose another folder, or do not resume")
-        self.failed = about.get("failed_attempts", [])
+        self.failed = header.get("failed_attempts", [])
         if self.failed:
             self.learner.start(self.seed, len(self.failed))
         try:
@@ -299,9 +299,9 @@ class _Loop(Generic[Report]):
             raise PatchlightError(f"the checkpoint in '{out}' belongs to another model") from error
         device = next(self.learner.network.parameters()).device
         self.window = list(parts["window"]["told"].to(device))
-        self.step = self.saved = int(about["step"])
-        self.epoch_length = int(about["epoch"])
-        self.last = about["last"] or {}
+        self.step = self.saved = int(header["step"])
+        self.epoch_length = int(header["epoch"])
+        self.last = header["last"] or {}
         cut_metrics(metrics, self.step, len(self.failed))
 
 

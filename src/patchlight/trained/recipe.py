@@ -33,9 +33,9 @@ class TrainingRecipe(Spec):
     settings: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: str | Path) -> Self:
+    def read(cls, source: str | Path) -> Self:
         """Read the recipe in a TOML file, or the bundled recipe of that name."""
-        return parse_as(cls, read_text(given, cls.command), str(given))
+        return parse_as(cls, read_text(source, cls.command), str(source))
 
     def training(self, preset: str | None = None, **changes: Any) -> Any:
         """The settings; `preset` overrides the recipe's preset and settings, and `changes` overrides both."""
@@ -71,23 +71,23 @@ class TrainingRecipe(Spec):
         return read(self.data), None if self.held_out is None else read(self.held_out)
 
 
-def data_at(given: str, spec: DataSpec | None = None) -> DataSpec:
+def data_at(place: str, spec: DataSpec | None = None) -> DataSpec:
     """The data at `DIR` or `KIND:DIR`; all other settings are those of `spec`.
 
     Without a kind and a `spec`, a folder with files of CIFAR-10 is CIFAR-10, and any other is a folder of images.
     """
-    kind, path = kind_and_path(given)
-    found = "cifar10" if _is_cifar10(Path(path)) else "folder"
-    return DataSpec(kind=kind or found, path=path) if spec is None else spec.at(given)
+    kind, path = kind_and_path(place)
+    default = "cifar10" if _is_cifar10(Path(path)) else "folder"
+    return DataSpec(kind=kind or default, path=path) if spec is None else spec.at(place)
 
 
 def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
     """Open the images of a recipe (of CIFAR-10, the training split); an error if the model has fewer classes."""
     split = {"split": spec.options.get("split", "train")} if spec.kind == "cifar10" else {}
     data = spec.open(**split)
-    known = vit.outcomes
-    if data.labels is not None and len(data.labels) > known:
-        raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {known}")
+    classes = vit.outcomes
+    if data.labels is not None and len(data.labels) > classes:
+        raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {classes}")
     return data.select(spec.chosen(data.names, seed))
 
 

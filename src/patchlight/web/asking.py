@@ -78,10 +78,10 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
     bare: Any = service.vit.bare or service.vit
     result = schemas.ChoicesResult(frame=frame_of(bare, image.size))
     if bare.task == "detection":
-        found = bare.found(bare.plain(image.tensor), image.size)[:MOST]
+        detections = bare.found(bare.plain(image.tensor), image.size)[:MOST]
         result.detections = [
             schemas.DetectionChoice(index=i, box=each.box, label=each.label, score=each.score)
-            for i, each in enumerate(found)
+            for i, each in enumerate(detections)
             if each.score >= SURE or i < FEW
         ]
     if bare.task == "segmentation":
@@ -95,7 +95,9 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
         shares = F.adaptive_avg_pool2d(question.regions[0].float()[None], (rows, columns))[0]
         result.mask = [[round(share, 3) for share in row] for row in shares.tolist()]
     if isinstance(question, heads.Box | heads.Boxes):
-        marked = bare.to_photograph(torch.stack([held.box for held in question.references]).float(), image.size)
+        marked = bare.to_photograph(
+            torch.stack([reference.box for reference in question.references]).float(), image.size
+        )
         result.boxes = [tuple(box) for box in marked.tolist()]
     if isinstance(question, heads.Answer):
         result.answer, result.prompt = question.text, str(question.prompt)
@@ -110,7 +112,7 @@ def areas_of(classes: Any, names: Sequence[str], frame: Frame) -> list[schemas.A
     from scipy import ndimage
 
     left, top, right, bottom = frame
-    found: list[tuple[float, str, int, int]] = []
+    areas: list[tuple[float, str, int, int]] = []
     for number in np.unique(classes).tolist():
         parts, count = ndimage.label(classes == number)
         for part in range(1, count + 1):
@@ -118,8 +120,8 @@ def areas_of(classes: Any, names: Sequence[str], frame: Frame) -> list[schemas.A
             row, column = np.unravel_index(ndimage.distance_transform_edt(inside).argmax(), inside.shape)
             x = left + (float(column) - 0.5) / classes.shape[1] * (right - left)
             y = top + (float(row) - 0.5) / classes.shape[0] * (bottom - top)
-            found.append((float(inside.sum()) / classes.size, names[number], max(0, int(x)), max(0, int(y))))
-    largest = sorted(found, reverse=True)[:MOST]
+            areas.append((float(inside.sum()) / classes.size, names[number], max(0, int(x)), max(0, int(y))))
+    largest = sorted(areas, reverse=True)[:MOST]
     return [schemas.AreaChoice(label=name, point=(x, y), share=s) for s, name, x, y in largest if s >= SMALLEST]
 
 
@@ -134,8 +136,8 @@ def frame_of(vit: Anatomy, size: tuple[int, int]) -> Frame:
 
 def share_inside(question: ResolvedQuestion, att: Attribution) -> float | None:
     """The share of the positive scores of a map that lies in the box or region of its question; None without one."""
-    asked = question.vit.question
-    if asked is None or not asked.regions:
+    head = question.vit.question
+    if head is None or not head.regions:
         return None
-    share = float(att.inside(asked.regions[question.index])[0])
+    share = float(att.inside(head.regions[question.index])[0])
     return share if share == share else None

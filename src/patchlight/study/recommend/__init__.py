@@ -1,1 +1,1 @@
-"""Which explanation to trust: methods race under metrics on one's own images, and the verdict is words and a table."""
+"""Which explanation to trust: methods race under metrics on the user's images, and the verdict is words and a table."""

@@ -59,15 +59,15 @@ def seconds_of(budget: str | float) -> float:
     (600.0, 5400.0, 90.0)
     """
     units = {"h": 3600, "m": 60, "s": 1, "": 1}
-    found = 0.0
+    total = 0.0
     if isinstance(budget, int | float) and not isinstance(budget, bool):
-        found = float(budget)
+        total = float(budget)
     elif isinstance(budget, str) and re.fullmatch(rf"\s*(?:{NUMBER}(?:h|min|m|s)\s*)*(?:{NUMBER})?", budget):
         parts = re.findall(r"(\d+(?:\.\d+)?)\s*(h|m|s)?", budget)
-        found = sum(float(number) * units[unit] for number, unit in parts)
-    if not 0 < found < math.inf:
+        total = sum(float(number) * units[unit] for number, unit in parts)
+    if not 0 < total < math.inf:
         raise PatchlightError(f"budget {budget!r} is not a valid duration; give seconds, or '90s', '10m' or '1h'")
-    return found
+    return total
 
 
 @check_keywords
@@ -129,9 +129,9 @@ def recommend(
         panel = Panel(requests, tuple(earlier.about["deciding"]), agreement=True)
     else:
         panel = choose_metrics(metrics, vit, clock.budget / forward)
-    about = _about(gallery, panel, seed, worth)
+    facts = run_facts(gallery, panel, seed, worth)
     if earlier is not None:
-        _check_same(earlier, about, gallery)
+        _check_same(earlier, facts, gallery)
         if methods is None:
             works = {label: resolve(label, spec).suited(vit) for label, spec in earlier.about["methods"].items()}
         elif _specs(works) != earlier.about["methods"]:
@@ -147,7 +147,7 @@ def recommend(
             works, unaffordable = affordable_methods(works, forward, allowed)
             refused |= unaffordable
         ignoring = [label for label, request in works.items() if request.ignores_class and request.name != RANDOM]
-        record = RaceRecord.begin(about | {"methods": _specs(works), "ignores_class": ignoring}, folder)
+        record = RaceRecord.begin(facts | {"methods": _specs(works), "ignores_class": ignoring}, folder)
         first = gallery.first(1)[0]
         record.add(first, MODEL, IMAGE_HASH, note=gallery.hash(first))
         for label, reason in refused.items():
@@ -155,10 +155,10 @@ def recommend(
     for name, reason in gallery.failed.items():
         record.fail(name, reason)
     gallery.on_failure = record.fail
-    with show_progress(progress, "racing") as tell:
+    with show_progress(progress, "racing") as advance:
 
         def show() -> None:
-            tell(int(min(clock.spent, clock.budget)), math.ceil(clock.budget))
+            advance(int(min(clock.spent, clock.budget)), math.ceil(clock.budget))
 
         worker = RaceWorker(gallery, replace(panel, methods=works), record, clock, forward, show)
         policy = Policy(worker, methods is not None)
@@ -176,7 +176,7 @@ def recommend(
     return verdict
 
 
-def _about(gallery: Gallery, panel: Panel, seed: int, worth: float) -> dict[str, Any]:
+def run_facts(gallery: Gallery, panel: Panel, seed: int, worth: float) -> dict[str, Any]:
     """What the measurements are about; a run can only be resumed if this is the same."""
     return {
         "format": 1,
@@ -216,11 +216,11 @@ def earlier_run(folder: Path | None, resume: bool) -> RaceRecord | None:
     return earlier
 
 
-def _check_same(earlier: RaceRecord, about: Mapping[str, Any], gallery: Gallery) -> None:
+def _check_same(earlier: RaceRecord, facts: Mapping[str, Any], gallery: Gallery) -> None:
     """Raise an error if earlier measurements are about something else."""
-    for key, value in about.items():
+    for key, value in facts.items():
         if earlier.about.get(key) != value:
-            theirs, ours = (textwrap.shorten(str(of.get(key)), 80) for of in (earlier.about, about))
+            theirs, ours = (textwrap.shorten(str(of.get(key)), 80) for of in (earlier.about, facts))
             raise PatchlightError(
                 f"the folder contains measurements with another '{key}': {theirs} there, {ours} now; use the same, or "
                 "choose another folder"
@@ -235,10 +235,10 @@ def _check_same(earlier: RaceRecord, about: Mapping[str, Any], gallery: Gallery)
 def _examples(worker: RaceWorker, verdict: Verdict) -> str:
     """Maps of the best, the quick and the random method on some images as HTML; empty if the time is over."""
     shown = dict.fromkeys([verdict.best or verdict.leading, verdict.quick, random_of(worker.record)])
-    asked = {label: verdict.methods[label] for label in shown if label is not None}
+    selected = {label: verdict.methods[label] for label in shown if label is not None}
     places = worker.gallery.first(SHOWN)
-    takes = len(places) * sum(worker.cost(label, EXPLANATION) for label in asked)
+    takes = len(places) * sum(worker.cost(label, EXPLANATION) for label in selected)
     if MARGIN * takes > worker.clock.left + worker.clock.reserve / 2:
         return ""
     sources = [worker.gallery.source(place) for place in places]
-    return maps_html(explain(worker.vit, sources, asked, seed=verdict.about["seed"], progress=False, finite=False))
+    return maps_html(explain(worker.vit, sources, selected, seed=verdict.about["seed"], progress=False, finite=False))

@@ -32,10 +32,10 @@ COLOURS = {
 
 def title(verdict: Verdict) -> str:
     """Model, methods, images and metric in a line."""
-    about = verdict.about
-    readable = about["images"] - len(verdict.failed)
+    facts = verdict.about
+    readable = facts["images"] - len(verdict.failed)
     measured = f"{plural(len(verdict.rows), 'method')} on {verdict.images} of {plural(readable, 'image')}"
-    return f"{about['model']}: {measured}, scored by {score_name(verdict)}"
+    return f"{facts['model']}: {measured}, scored by {score_name(verdict)}"
 
 
 def score_name(verdict: Verdict) -> str:

@@ -46,12 +46,12 @@ class Clock:
     """The time of a run in seconds: budget, time spent, and time left before a reserve for the end."""
 
     def __init__(self, budget: float, spent: float = 0.0) -> None:
-        self.budget, self._begun = budget, time.monotonic() - spent
+        self.budget, self._start = budget, time.monotonic() - spent
         self.reserve = min(1.0 + 0.02 * budget, 0.2 * budget)
 
     @property
     def spent(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._start
 
     @property
     def left(self) -> float:
@@ -77,7 +77,7 @@ class RaceWorker:
         self._costs: dict[tuple[str, str], deque[float]] = {}
         self._maps: dict[tuple[str, int], tuple[Tensor, float]] = {}
         self._classes: dict[int, Tensor] = {}
-        self._kept: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     def cost(self, method: str, metric: str) -> float:
         """Seconds per image: the median of the latest measurements, or an estimate before the first one."""
@@ -150,9 +150,9 @@ class RaceWorker:
             for place in places:
                 self.record.add(place, method, metric, error=f"it failed: {first_line(error)}")
 
-    def _spent(self, method: str, metric: str, begun: float, images: int) -> float:
-        """Seconds per image since `begun`, remembered for predictions."""
-        each = (time.monotonic() - begun) / images
+    def _spent(self, method: str, metric: str, start: float, images: int) -> float:
+        """Seconds per image since `start`, remembered for predictions."""
+        each = (time.monotonic() - start) / images
         self._costs.setdefault((method, metric), deque(maxlen=LATEST)).append(each)
         return round(each, 6)
 
@@ -162,9 +162,9 @@ class RaceWorker:
         for place in set(places) - set(missing):
             self._maps[method, place] = self._maps.pop((method, place))
         if missing:
-            begun = time.monotonic()
+            start = time.monotonic()
             maps = self._computed(method, missing, self._seed)
-            each = self._spent(method, EXPLANATION, begun, len(missing))
+            each = self._spent(method, EXPLANATION, start, len(missing))
             self._maps |= {(method, place): (scores, each) for place, scores in zip(missing, maps, strict=True)}
         while len(self._maps) > len(places) and sum(scores.numel() for scores, _ in self._maps.values()) > MAPS:
             del self._maps[next(iter(self._maps))]
@@ -174,10 +174,10 @@ class RaceWorker:
         return computed_maps(self.vit, batch, [request], self.targets(places), seed)[0].maps.float().cpu()
 
     def _measure(self, method: str, metric: str, places: Sequence[int]) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         maps, times = zip(*(self._maps[method, p] for p in places), strict=True)
         columns, reasons = self._columns(method, metric, places, torch.stack(maps))
-        each = self._spent(method, metric, begun, len(places))
+        each = self._spent(method, metric, start, len(places))
         for i, place in enumerate(places):
             for label, column in columns.items():
                 value = None if reasons[i] else finite_or_none(float(column[i]))
@@ -194,7 +194,7 @@ class RaceWorker:
             return {metric: agreement.where(maps.flatten(1).isfinite().all(1), torch.nan)}, [""] * len(places)
         request, made_by = self.panel.metrics[metric], maps_by(self.panel.methods[method])
         sources = {method: Source(maps.to(self.vit.device), method=made_by, targets=self.targets(places))}
-        options = MeasureOptions(seed=self._seed, progress=False, current=True, kept=self._kept)
+        options = MeasureOptions(seed=self._seed, progress=False, current=True, kept=self._cache)
         outcomes = measure(self.vit, self.gallery.batch(places), sources, {method: [request]}, options)
         evaluation = unwrapped(outcomes)[method][metric]
         sides = {"insertion": "lif", "deletion": "mif"} if metric.startswith("srg ") else {}
@@ -213,14 +213,14 @@ class RaceWorker:
             return
         with warnings.catch_warnings(), self._failures(method, UNTRAINED, some):  # not every model can be copied
             warnings.simplefilter("ignore")
-            if UNTRAINED not in self._kept:
+            if UNTRAINED not in self._cache:
                 copy = twin(self.vit)
                 copy.model.load_state_dict(random_parameters(self.vit.model, self._seed), strict=False)
-                self._kept[UNTRAINED] = copy
+                self._cache[UNTRAINED] = copy
             metrics = [self.panel.metrics[label] for label in self.panel.deciding]
             options = MeasureOptions(seed=self._seed, batch_size=len(some), progress=False)
             sources = {method: self.panel.methods[method]}
-            outcomes = measure(self._kept[UNTRAINED], self.gallery.batch(some), sources, {method: metrics}, options)
+            outcomes = measure(self._cache[UNTRAINED], self.gallery.batch(some), sources, {method: metrics}, options)
             scores = unwrapped(outcomes)[method]
             signed = [self.panel.sign(label) * evaluation.values for label, evaluation in scores.items()]
             for place, value in zip(some, torch.stack(signed).mean(0).tolist(), strict=True):

@@ -66,15 +66,15 @@ def finish(gates: Gates, vit: Anatomy, batches: Iterable[Tensor], margin: float,
         mean = kl_sum / count
         return Finish(shift, mean, (max(squares / count - mean**2, 0.0) / count) ** 0.5, share / count, int(count))
 
-    found = at(0.0)
+    best = at(0.0)
     low, high = 0.0, gates.alpha + 10 - float(gates.beta.min())
-    if found.kl + 2 * found.error > margin:
-        found = at(high)
+    if best.kl + 2 * best.error > margin:
+        best = at(high)
         for _ in range(10):
             now = at((low + high) / 2)
             if now.kl + 2 * now.error > margin:
                 low = now.shift
             else:
-                high, found = now.shift, now
-        gates.beta.add_(found.shift)
-    return found
+                high, best = now.shift, now
+        gates.beta.add_(best.shift)
+    return best

@@ -55,13 +55,13 @@ def import_gates(file: str | Path, vit: Anatomy, alpha: float | None = None) -> 
         raise Unsupported(f"{vit.name} cannot have gates: {reason}")
     if not path.is_file():
         raise PatchlightError(f"'{path}' does not exist")
-    found = (_read_safetensors if path.suffix == ".safetensors" else _read_zip)(path)
-    alpha = found.alpha if alpha is None else alpha
+    checkpoint = (_read_safetensors if path.suffix == ".safetensors" else _read_zip)(path)
+    alpha = checkpoint.alpha if alpha is None else alpha
     if alpha is None or not (math.isfinite(alpha) and alpha > 0):
         raise PatchlightError(f"'{path}' does not contain the scale of its gates (mul_activation); give it as alpha")
     gates = new_gates(vit, alpha=alpha)
-    gates.load_state_dict(_gates(found, vit, path))
-    return DiffMask.of(gates, vit, imported={"file": path.name, "alpha": alpha, "multipliers": found.multipliers})
+    gates.load_state_dict(_gates(checkpoint, vit, path))
+    return DiffMask.of(gates, vit, imported={"file": path.name, "alpha": alpha, "multipliers": checkpoint.multipliers})
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,25 @@ def layout(gates: int, width: int) -> dict[str, tuple[str, int | None, tuple[int
     return {**each, "gate.placeholder": ("baseline", None, (1, 1, width))}
 
 
-def _gates(found: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor]:
+def _gates(checkpoint: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor]:
     """The state of `Gates` from a checkpoint, after a check of all names and shapes."""
     count = vit.depth + 2
-    wanted = layout(count, vit.width)
-    here = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in found.shapes)
-    missing = [name for name in wanted if name not in found.shapes]
+    shapes = layout(count, vit.width)
+    here = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in checkpoint.shapes)
+    missing = [name for name in shapes if name not in checkpoint.shapes]
     if missing or here != count:
         have = f"it has {here} gates" if here else "it has no gates"
         raise PatchlightError(
             f"'{path}' does not fit {vit.name}, which needs {count} gates of width {vit.width}: {have}"
             + (f", and '{missing[0]}' is missing" if missing and here else "")
         )
-    for name, (_, _, shape) in wanted.items():
-        if found.shapes[name] != shape:
-            raise PatchlightError(
-                f"'{path}' does not fit {vit.name}: '{name}' has shape {list(found.shapes[name])}, not {list(shape)}"
-            )
+    for name, (_, _, shape) in shapes.items():
+        stored = list(checkpoint.shapes[name])
+        if stored != list(shape):
+            raise PatchlightError(f"'{path}' does not fit {vit.name}: '{name}' has shape {stored}, not {list(shape)}")
     ours = {name: value.clone() for name, value in new_gates(vit).cpu().state_dict().items()}
-    for name, (mine, gate, _) in wanted.items():
-        value = found.read(name).float()
+    for name, (mine, gate, _) in shapes.items():
+        value = checkpoint.read(name).float()
         if not bool(value.isfinite().all()):
             raise PatchlightError(f"'{path}' is damaged: '{name}' has values that are not finite")
         place = ours[mine] if gate is None else ours[mine][gate]

@@ -109,9 +109,9 @@ class Watch:
         if name == "lost" and step >= self.steps:
             return name
         kind, since, before = self.state.tolist()
-        found = -1 if name is None else list(FAILURES).index(name)
+        current = -1 if name is None else list(FAILURES).index(name)
         level = probe.kl if name == "lost" else probe.kept
-        if found != kind or level < (1 - FALL) * before:
-            self.state = torch.tensor([found, step, level], dtype=torch.float64)
+        if current != kind or level < (1 - FALL) * before:
+            self.state = torch.tensor([current, step, level], dtype=torch.float64)
             return None
         return name if step - since >= self.patience else None
