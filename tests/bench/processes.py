@@ -1,11 +1,10 @@
-"""Runs in processes of their own, begun quickly, and what each of them did."""
+"""Runs in other processes, which start quickly, and what each of them did."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["patchlight.bench", "patchlight.methods", "patchlight.metrics.deletion", "timm"])
 
 
-def begun(images: Path, out: Path, log: Path, options: RunOptions | None = None, **about: Any) -> Any:
-    """A process that runs the small recipe; what it did is written to `log`, a line each."""
-    process = FORKING.Process(target=_run, args=(images, out, log, options, about))
+def start_run(
+    images: Path, out: Path, log: Path, options: RunOptions | None = None, seconds: float = local.SECONDS
+) -> Any:
+    """A process that runs the small recipe in units of about `seconds`; its events are lines of `log`."""
+    process = FORKING.Process(target=_run, args=(images, out, log, options, seconds))
     process.start()
     return process
 
@@ -31,15 +32,12 @@ def begun(images: Path, out: Path, log: Path, options: RunOptions | None = None,
 def events(log: Path, event: str) -> list[dict[str, Any]]:
     """The events of this kind in a log."""
     lines = log.read_text().splitlines() if log.exists() else []
-    return [about for about in map(json.loads, lines) if about["event"] == event]
+    return [one for one in map(json.loads, lines) if one["event"] == event]
 
 
-def _run(images: Path, out: Path, log: Path, options: RunOptions | None, about: dict[str, Any]) -> None:
-    """With `most`, no file may have more bytes: longer ones fail as on a full disk. `seconds` is the time of a unit."""
+def _run(images: Path, out: Path, log: Path, options: RunOptions | None, seconds: float) -> None:
     torch.set_num_threads(1)
-    local.SECONDS = about.get("seconds", local.SECONDS)
-    if "most" in about:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (about["most"], about["most"]))
+    local.SECONDS = seconds
     with open(log, "a", encoding="utf-8") as file, preemptible() as stop:
 
         def say(**event: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -113,22 +112,6 @@ def test_a_damaged_manifest_is_refused_and_the_rows_survive_it(tmp_path: Path) -
                 doing()
     (out / "manifest.json").unlink()
     assert run(recipe(tmp_path / "images"), out).before == 16
-
-
-def test_what_a_changed_plan_leaves_behind_lies_apart_and_comes_back(tmp_path: Path) -> None:
-    images = pictures(tmp_path / "images", 4)
-    out = tmp_path / "run"
-    run(recipe(images), out)
-    first = sorted(p.name for p in (out / "units").iterdir())
-    run(override(recipe(images), seed=1), out)
-    assert not {p.name for p in (out / "units").iterdir()} & set(first)
-    assert sorted(p.name for p in (out / "earlier" / "units").iterdir()) == first
-    assert len(list((out / "maps").iterdir())) == len(list((out / "units").iterdir()))
-    summary = run(recipe(images), out)
-    assert (summary.before, summary.now) == (32, 0), "nothing is measured twice"
-    assert sorted(p.name for p in (out / "units").iterdir()) == first
-    shutil.rmtree(out / "earlier")
-    assert run(recipe(images), out).before == 32
 
 
 def test_one_model_under_two_labels_has_rows_of_both(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from tests.bench.processes import begun, events
+from tests.bench.processes import events, start_run
 from tests.bench.small import pictures, recipe, rows, text
 
 PLUGIN = """\
@@ -124,7 +124,7 @@ def test_a_second_process_on_a_shard_is_told_who_holds_it(images: Path, tmp_path
     store.make(Shard(1, 2))
     with store.owned(Shard(1, 2)):
         holder = rf"process {os.getpid()} on \S+ \(since 20\S+ \S+\)"
-        process = begun(images, out, log, RunOptions(shard=Shard(1, 2)))
+        process = start_run(images, out, log, RunOptions(shard=Shard(1, 2)))
         process.join(600)
         assert process.exitcode == 2
         (error,) = events(log, "error")
@@ -191,7 +191,7 @@ def test_a_run_that_is_asked_to_stop_does_and_resumes(
     assert (summary.now, summary.left) == (0, 48)
     assert run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(1, 6)), asked()).left == 8
     log = tmp_path / "log.txt"
-    process = begun(images, tmp_path / "run", log, seconds=1e-6)
+    process = start_run(images, tmp_path / "run", log, seconds=1e-6)
     while not events(log, "done"):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
@@ -262,18 +262,6 @@ def test_workers_that_cannot_start_say_so(images: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(executors, "_prepare_worker", os._exit)
     with pytest.raises(PatchlightError, match=r"worker 1 did not start; see '.*worker-1\.txt'"):
         run(override(recipe(images), images=1), tmp_path / "run", RunOptions(workers=2))
-
-
-def test_a_full_disk_is_one_sentence(images: Path, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
-    out, log = tmp_path / "run", tmp_path / "log.txt"
-    run(recipe(images), out, stop=asked())
-    process = begun(images, out, log, most=2048)
-    process.join(600)
-    assert process.exitcode == 2
-    (error,) = events(log, "error")
-    assert "cannot be written: File too large" in error["error"]
-    run(recipe(images), out)
-    assert rows(out) == whole
 
 
 def test_the_command_line_refuses_what_is_no_shard(images: Path, tmp_path: Path) -> None:

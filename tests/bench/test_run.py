@@ -395,17 +395,6 @@ def test_a_folder_that_is_moved_during_a_run_resumes_where_it_is_now(images: Pat
     assert rows(tmp_path / "moved") == rows(whole)
 
 
-def test_a_clock_that_is_set_back_changes_nothing(
-    images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moments = iter(range(10**9, 0, -(10**6)))
-    monkeypatch.setattr(time, "time", lambda: float(next(moments)))
-    assert run(recipe(images), tmp_path / "run").now == 48
-    monkeypatch.undo()
-    assert run(recipe(images), tmp_path / "run").now == 0
-    assert rows(tmp_path / "run") == rows(whole)
-
-
 def test_memory_that_ran_out_is_a_reason_and_a_retry_measures_it(images: Path, tmp_path: Path) -> None:
     calls: list[int] = []
 
@@ -447,12 +436,14 @@ def test_what_a_killed_first_write_left_is_cleared_away(images: Path, tmp_path: 
     assert not (tmp_path / ".manifest.json-ab12_x9z").exists()
 
 
-def test_another_recipe_into_the_same_folder_is_refused(images: Path, tmp_path: Path) -> None:
+def test_another_recipe_or_device_for_the_same_folder_is_refused(images: Path, tmp_path: Path) -> None:
     small = override(recipe(images), images=2)
     run(small, tmp_path / "run")
     before = (tmp_path / "run" / "manifest.json").read_bytes()
     with pytest.raises(PatchlightError, match="holds a run of 'small', not of 'other'; use another --out"):
         run(small.model_copy(update={"name": "other"}), tmp_path / "run")
+    with pytest.raises(PatchlightError, match="started on cpu"):
+        run(small, tmp_path / "run", RunOptions(device="cuda"))
     assert (tmp_path / "run" / "manifest.json").read_bytes() == before
 
 
@@ -520,12 +511,6 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     for doing in (lambda: run(recipe(images), out), Store(out).results):
         with pytest.raises(PatchlightError, match="written by a newer version of Patchlight"):
             doing()
-
-
-def test_another_device_is_refused(images: Path, tmp_path: Path) -> None:
-    run(override(recipe(images), images=2), tmp_path / "run")
-    with pytest.raises(PatchlightError, match="started on cpu"):
-        run(override(recipe(images), images=2), tmp_path / "run", RunOptions(device="cuda"))
 
 
 def _run(folder: Path, out: Path, began: Any) -> None:

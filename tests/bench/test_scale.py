@@ -20,7 +20,7 @@ from scipy import stats
 from patchlight.bench.results import Results, collect_results
 from patchlight.bench.statistics import table_cells
 from patchlight.bench.store import Store
-from patchlight.bench.tables import as_csv, as_markdown, read_tables
+from patchlight.bench.tables import read_tables
 from tests.bench.small import replaced
 from tests.bench.synthetic import CURVES, NO_OBJECT, UNREADABLE, Synthetic, synthesise
 
@@ -130,23 +130,6 @@ def test_methods_are_tied_on_the_images_that_all_share(run: Synthetic, results: 
             assert mark == ("best" if m == best else "tied" if low <= 0 <= high else ""), (metric, methods[m])
             marked += mark == "tied"
     assert marked, "no method was tied: the test shows nothing"
-
-
-def test_tables_are_told_of_an_incomplete_run(run: Synthetic) -> None:
-    told = read_tables(run.folder)
-    page = as_markdown(told)
-    assert "Incomplete: 1080 of 120600 values are missing" in page
-    assert f"values failed: {UNREADABLE}" in page
-    assert len(as_csv(told).splitlines()) == 61
-
-
-def test_a_damaged_unit_is_undone(run: Synthetic, tmp_path: Path) -> None:
-    shutil.copytree(run.folder, tmp_path / "run")
-    damaged = sorted((tmp_path / "run" / "units").glob("*.parquet"))[0]
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    found = Store(tmp_path / "run").results()
-    assert [note for note in found.notes if damaged.name in note]
-    assert {column.undone for column in found.columns.values()} == {60, 90}
 
 
 def test_rows_of_other_plans_are_passed_over(run: Synthetic, tmp_path: Path) -> None:

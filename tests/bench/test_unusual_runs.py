@@ -13,12 +13,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from patchlight.bench.html import as_html
 from patchlight.bench.local import RunOptions, run
-from patchlight.bench.recipe import override, parse
+from patchlight.bench.recipe import parse
 from patchlight.bench.store import Store
 from patchlight.bench.tables import as_csv, as_latex, as_markdown, read_tables
 from tests.bench.small import pictures, recipe, text
@@ -27,15 +26,6 @@ from tests.helpers import command
 
 def photos(folder: Path, count: int = 2) -> Path:
     return pictures(folder / "photos", count)
-
-
-def test_the_parquet_of_a_store_has_each_row_once(tmp_path: Path) -> None:
-    images, out = photos(tmp_path), tmp_path / "run"
-    run(recipe(images), out)
-    run(override(recipe(images), settings={"Ins": {"steps": 2}}), out)
-    run(parse(text(images).replace('Random = "random"', 'Random = "random"\nRaw = "rawatt"')), out)
-    rows = pq.read_table(out / "units").to_pylist()
-    assert len({(r["model"], r["image"], r["method"], r["metric"]) for r in rows}) == len(rows) == 2 * 5 * 2
 
 
 def test_two_images_have_no_best_method(tmp_path: Path) -> None:
