@@ -172,19 +172,19 @@ def leading_method(columns: Mapping[str, Evaluation]) -> str | None:
     return max(columns, key=lambda method: sign * mean_on(columns[method], shared))
 
 
-def critical_difference(methods: int, images: int, alpha: float = ALPHA) -> float:
+def critical_difference(methods: int, images: int) -> float:
     """Nemenyi's critical difference of mean ranks: q sqrt(k (k+1) / (6 N)), q the studentized range over sqrt 2."""
     if methods < 2 or images < 1:
         return math.inf
-    return _studentized(methods, alpha) / math.sqrt(2) * math.sqrt(methods * (methods + 1) / (6 * images))
+    return _studentized(methods) / math.sqrt(2) * math.sqrt(methods * (methods + 1) / (6 * images))
 
 
 @cache
-def _studentized(methods: int, alpha: float) -> float:
+def _studentized(methods: int) -> float:
     """Upper quantile of the studentized range; cached because the integral is slow."""
     from scipy.stats import studentized_range
 
-    return float(studentized_range.ppf(1 - alpha, methods, math.inf))
+    return float(studentized_range.ppf(1 - ALPHA, methods, math.inf))
 
 
 def extremes(values: Tensor, higher_is_better: bool, count: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -72,7 +72,6 @@ def explain_each(
     target: Target = None,
     *,
     seed: int = 0,
-    finite: bool = False,
     catch: type[Exception] = Exception,
     finished: Callable[[Mapping[str, Outcome[Attribution]]], None] = lambda outcomes: None,
 ) -> dict[str, Outcome[Attribution]]:
@@ -84,7 +83,6 @@ def explain_each(
         requests: The methods, each under its own label.
         target: The classes to explain, as `explain` takes them.
         seed: Random seed.
-        finite: Whether a map that is not finite is an error.
         catch: The errors that become reasons; others are raised.
         finished: Called with the outcomes after every call.
 
@@ -103,7 +101,7 @@ def explain_each(
             finished({request.label: refused})
 
     def call(some: Sequence[Request]) -> dict[str, Attribution]:
-        return explain(vit, images, some, target, seed=seed, finite=finite, progress=False)
+        return explain(vit, images, some, target, seed=seed, finite=False, progress=False)
 
     in_pass = [r for r in supported if r.in_pass]
     for group in filter(None, [in_pass, *([r] for r in supported if not r.in_pass)]):

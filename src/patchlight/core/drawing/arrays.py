@@ -18,12 +18,12 @@ from torch import Tensor
 
 from patchlight.core.drawing.heat import HEAT, SIGNED, Scale, blend, colour_map, robust_scale
 from patchlight.core.drawing.pictures import figure_bytes, figure_format, figure_picture
+from patchlight.core.drawing.shown import ShownFigure
 from patchlight.core.errors import PatchlightError
 from patchlight.core.files import write_atomic
 
 if TYPE_CHECKING:
     from patchlight.core.attribution import Attribution
-    from patchlight.core.drawing.shown import ShownFigure
 
 FRAMES, ROW = 16, 8
 """The most frames of a contact sheet, and of one of its rows."""
@@ -48,8 +48,6 @@ def array_figure(att: Attribution, place: int = 0) -> ShownFigure:
 
 def arrays_figure(maps: Mapping[str, Attribution], path: str | Path | None = None) -> ShownFigure:
     """The drawings of the first inputs, one below the other; several methods side by side."""
-    from patchlight.core.drawing.shown import ShownFigure
-
     if path is not None:
         figure_format(path)
     rows = min(SHOWN, *(len(att.captions) for att in maps.values()))
@@ -68,8 +66,6 @@ def arrays_figure(maps: Mapping[str, Attribution], path: str | Path | None = Non
 
 
 def _new_figure(width: float, height: float) -> ShownFigure:
-    from patchlight.core.drawing.shown import ShownFigure
-
     return ShownFigure(figsize=(width, height), layout="constrained", dpi=110)
 
 

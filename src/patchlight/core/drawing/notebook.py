@@ -6,7 +6,7 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -27,12 +27,10 @@ from patchlight.core.drawing.heat import (
 )
 from patchlight.core.drawing.page import data_url
 from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, figure_picture, ignores_class, map_title
+from patchlight.core.drawing.shown import ShownFigure
 from patchlight.core.drawing.tiles import tiles_picture
 from patchlight.core.photos import as_picture
 from patchlight.core.text import plural
-
-if TYPE_CHECKING:
-    from patchlight.core.drawing.shown import ShownFigure
 
 SHOWN, ROWS, COLUMNS = 8, 4, 10
 """Maps shown of one attribution; rows and methods shown of several."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from patchlight.core.drawing.heat import HEAT, SIGNED, colour_map, robust_scale
 from patchlight.core.drawing.pictures import figure_picture
+from patchlight.core.drawing.shown import ShownFigure
 from patchlight.core.errors import PatchlightError
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ def draw_tiles(ax: Axes, scores: Tensor, coordinates: Any = None) -> None:
 
 def tiles_picture(scores: Tensor) -> Image.Image:
     """The bar chart as a picture."""
-    from patchlight.core.drawing.shown import ShownFigure
-
     fig = ShownFigure(figsize=(6.4, 3.2), layout="constrained")
     draw_tiles(fig.subplots(), scores)
     return figure_picture(fig)
