@@ -1,4 +1,4 @@
-"""Runs that several modules read: one recipe in two shards and whole, and the same with another method."""
+"""Runs that several modules read: the small recipe, and one in two shards, whole, and with another method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patchlight.bench import local
 from patchlight.bench.local import RunOptions, run
 from patchlight.bench.plan import Shard
 from patchlight.bench.recipe import Recipe, parse
-from tests.bench.small import pictures
+from tests.bench.small import pictures, recipe
 
 SHARED = """\
 name = "shared"
@@ -45,6 +45,20 @@ class Shared:
 
     def recipe(self, more: str = "", images: Path | None = None) -> Recipe:
         return parse(self.text(more, images))
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six small pictures; never write beside them."""
+    return pictures(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="session")
+def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the small recipe that nothing disturbed; never write into it."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(recipe(images), out)
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,7 @@ from patchlight.bench.plan import plan
 from patchlight.bench.recipe import parse
 from patchlight.cli import app
 from patchlight.methods.base import METHODS, Ask, own_passes
-from tests.bench.small import pictures, recipe, text
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("images"))
+from tests.bench.small import recipe, text
 
 
 def test_forwards_are_those_of_the_pass_and_of_the_metrics(images: Path) -> None:

@@ -57,32 +57,19 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The rows of one process."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    run(recipe(images), out)
-    return rows(out)
-
-
-def asked() -> Stop:
+def requested_stop() -> Stop:
     stop = Stop()
     stop.requested.set()
     return stop
 
 
-def test_a_run_is_the_union_of_its_shards(images: Path, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+def test_a_run_is_the_union_of_its_shards(images: Path, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     for i in (1, 2, 3):
         summary = run(recipe(images), out, RunOptions(shard=Shard(i, 3)))
         assert (summary.now, summary.left, summary.before) == (16, 0, 16 * (i - 1))
     assert sorted(path.name for path in (out / "shards").iterdir()) == ["1-of-3", "2-of-3", "3-of-3"]
-    assert rows(out) == whole
+    assert rows(out) == rows(whole)
     results = Store(out).results()
     assert not any(column.undone for column in results.columns.values())
     assert (run(recipe(images), out).before, Store(out).workers()) == (48, [])
@@ -90,18 +77,16 @@ def test_a_run_is_the_union_of_its_shards(images: Path, tmp_path: Path, whole: l
     assert (more.before, more.now) == (0, 48), "what shards hold of another plan is put aside"
     assert len(rows(out)) == 48
     assert run(recipe(images), out).now == 0, "and comes back"
-    assert rows(out) == whole
+    assert rows(out) == rows(whole)
 
 
-def test_what_a_shard_left_is_done_by_a_run_without_shards(
-    images: Path, tmp_path: Path, whole: list[dict[str, Any]]
-) -> None:
+def test_what_a_shard_left_is_done_by_a_run_without_shards(images: Path, tmp_path: Path, whole: Path) -> None:
     run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(2, 3)))
     summary = run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(1, 2)))
     assert (summary.before, summary.now) == (16, 16), "an image is in no two shards, however the run was divided"
     summary = run(recipe(images), tmp_path / "run")
     assert (summary.before, summary.now) == (32, 16)
-    assert rows(tmp_path / "run") == whole
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 @pytest.mark.parametrize(("total", "count"), [(6, 3), (7, 3), (2, 16), (50, 7), (1, 1)])
@@ -145,7 +130,7 @@ def test_a_second_process_on_a_shard_is_told_who_holds_it(images: Path, tmp_path
 def test_who_is_at_work_on_another_plan_is_named_not_oneself(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     store = Store(out)
-    run(recipe(images), out, RunOptions(shard=Shard(2, 2)), asked())
+    run(recipe(images), out, RunOptions(shard=Shard(2, 2)), requested_stop())
     with store.owned(Shard(2, 2)), pytest.raises(PatchlightError, match=r", on shard 2-of-2 of .*, on another plan"):
         run(override(recipe(images), seed=1), out, RunOptions(shard=Shard(1, 2)))
 
@@ -183,13 +168,11 @@ def test_a_first_unit_that_failed_says_nothing_about_the_others(tmp_path: Path) 
     assert sizes[:4] == [1, 1, 1, 1]
 
 
-def test_a_run_that_is_asked_to_stop_does_and_resumes(
-    images: Path, tmp_path: Path, whole: list[dict[str, Any]]
-) -> None:
+def test_a_run_that_is_asked_to_stop_does_and_resumes(images: Path, tmp_path: Path, whole: Path) -> None:
     stop = Stop()
     summary = run(recipe(images), tmp_path / "run", stop=stop, listen=lambda event: stop.requested.set())
     assert (summary.now, summary.left) == (0, 48)
-    assert run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(1, 6)), asked()).left == 8
+    assert run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(1, 6)), requested_stop()).left == 8
     log = tmp_path / "log.txt"
     process = start_run(images, tmp_path / "run", log, seconds=1e-6)
     while not events(log, "done"):
@@ -199,7 +182,7 @@ def test_a_run_that_is_asked_to_stop_does_and_resumes(
     assert process.exitcode == 75
     assert len(events(log, "done")) == len(events(log, "unit")), "the unit in flight was finished"
     assert 0 < run(recipe(images), tmp_path / "run").before < 48
-    assert rows(tmp_path / "run") == whole
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 def plugin_command(folder: Path, images: Path, method: str) -> list[str]:
@@ -222,14 +205,14 @@ def test_a_unit_that_takes_too_long_is_given_up_when_asked_to_stop(images: Path,
     assert not Store(tmp_path / "run").busy()
 
 
-def test_workers_do_what_one_process_does(images: Path, tmp_path: Path, whole: list[dict[str, Any]]) -> None:
+def test_workers_do_what_one_process_does(images: Path, tmp_path: Path, whole: Path) -> None:
     heard: list[Any] = []
     options = RunOptions(workers=2, threads=torch.get_num_threads())
     summary = run(recipe(images), tmp_path / "run", options, listen=heard.append)
     assert (summary.values, summary.now, summary.left) == (48, 48, 0)
     assert [event.event for event in (heard[0], heard[-1])] == ["start", "end"]
     assert sum(event.values for event in heard if event.event == "done") == 48
-    assert rows(tmp_path / "run") == whole
+    assert rows(tmp_path / "run") == rows(whole)
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["worker-1.txt", "worker-2.txt"]
 
 

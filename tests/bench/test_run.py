@@ -37,19 +37,6 @@ from tests.bench.processes import FORKING
 from tests.bench.small import cells, pictures, recipe, replaced, rows, text, units
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed; never write into it."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    run(recipe(images), out)
-    return out
-
-
 def explained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The methods of every call of `explain`, from now on."""
     asked: list[list[str]] = []

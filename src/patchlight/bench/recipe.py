@@ -240,13 +240,13 @@ def _models(
             raise PatchlightError(f"{len(values)} {what} were given for {len(places)} model(s)")
     specs: dict[str, ModelSpec] = {}
     for place, (label, name) in enumerate(places):
-        spec = recipe.models[label]
+        base = recipe.models[label]
         mine = {what: values[place] for what, values in about.items() if place < len(values)}
-        spec = spec.other(name, **mine, **flags)
-        shown = label if name == spec.name else name
+        spec = base.other(name, **mine, **flags)
+        shown = label if name == base.name else name
         if shown in specs:
             raise PatchlightError(f"model '{name}' was given twice")
-        specs[shown] = spec if name == spec.name else spec.model_copy(update={"stands_for": label})
+        specs[shown] = spec if name == base.name else spec.model_copy(update={"stands_for": label})
     return specs
 
 
