@@ -142,6 +142,7 @@ def test_cifar10_is_read_from_other_plain_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "cifar10.npz", **arrays)
     assert np.array_equal(read_cifar10(tmp_path, "test")[0], arrays["x_test"])
     assert np.array_equal(read_cifar10(tmp_path, "train")[1], arrays["y_train"])
+    arrays = {name: array for name, array in arrays.items() if name.endswith("test")}
     np.savez(tmp_path / "cifar10.npz", **(arrays | {"x_test": arrays["x_test"][:10]}))
     with pytest.raises(PatchlightError, match=r"the test part .* is not CIFAR-10: images \(10, 32, 32, 3\)"):
         read_cifar10(tmp_path)

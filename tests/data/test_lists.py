@@ -169,7 +169,7 @@ def test_lists_at_the_command_line(tmp_path: Path) -> None:
     code, out = asked("bench", "slurm", tmp_path / "recipe.toml", "--list", file, *job)
     assert code == 0, out
     assert f"--list {file}" in " ".join(out.replace("\\\n", " ").split())
-    figure = ("figure", "skipplus-2", "--images", images, "--set", "shown=2", "--out", tmp_path / "fig.png")
+    figure = ("figure", "skipplus-2", "--images", images, "--set", "starts=[0]", "--out", tmp_path / "fig.png")
     code, out = asked(*figure, "--list", file)
     assert code == 0, out
     code, out = asked(*figure, "--list", written(tmp_path, "9\n"), "--force")
