@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from patchlight.bench.estimate import estimated
+from patchlight.bench.estimate import estimate_costs
 from patchlight.bench.plan import plan
 from patchlight.bench.recipe import parse
 from patchlight.cli import app
@@ -21,7 +21,7 @@ from tests.bench.small import recipe, text
 
 
 def test_forwards_are_those_of_the_pass_and_of_the_metrics(images: Path) -> None:
-    passes, drawn = estimated(plan(recipe(images)))
+    passes, drawn = estimate_costs(plan(recipe(images)))
     assert (passes.methods, drawn.methods) == (("GenAtt", "Rollout (max)", "Rollout"), ("Random",))
     # the class, then of each method insertion and deletion at four points; one pass for three of them
     assert drawn.forwards == 1 + 2 * 4
@@ -53,7 +53,7 @@ def slow() -> Iterator[None]:
 @pytest.mark.usefixtures("slow")
 def test_what_takes_too_long_is_cut_off_and_what_fails_is_told(images: Path) -> None:
     own = text(images).replace('GenAtt = "genatt"', 'GenAtt = "test-slow"').replace('"random"', '"test-broken"')
-    slow, _, broken = estimated(plan(parse(own)), limit=1.0)
+    slow, _, broken = estimate_costs(plan(parse(own)), limit=1.0)
     assert slow.cut
     assert 0.9 < slow.seconds < 30
     assert broken.failures == ("RuntimeError: it broke",)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from patchlight.core.errors import PatchlightError
-from patchlight.data.coco import Coco, Runs, draw, from_runs, inside, read_coco, unpacked
+from patchlight.data.coco import Coco, Runs, draw, from_runs, inside, read_coco, unpack_counts
 
 from .files import write
 
@@ -92,7 +92,7 @@ def test_runs_of_a_mask_drawn_by_hand() -> None:
 def test_a_word_worked_out_by_hand() -> None:
     """13 is '='. 40 = 8 + 32 * 1: 'X', for 8 with more to come, and '1'. 3 - 40 = 27 - 32 * 2: 'k', for 27 with more to
     come, and 'N', for 30, which is -2 as its bit 16 is the sign."""
-    assert unpacked("=X1=kN", "x") == [13, 40, 13, 3]
+    assert unpack_counts("=X1=kN", "x") == [13, 40, 13, 3]
     assert literal_word([13, 40, 13, 3]) == "=X1=kN"
 
 
@@ -104,14 +104,14 @@ def test_runs_as_lists_and_as_words_against_the_literal_ones(density: float, siz
     counts = literal_runs(mask)
     assert np.array_equal(literal_mask(counts, width, height), mask)
     word = literal_word(counts)
-    assert unpacked(word, "x") == counts
+    assert unpack_counts(word, "x") == counts
     for given in (counts, word):
         assert np.array_equal(draw(Runs(size=(height, width), counts=given), size, "x"), mask)
 
 
 def test_long_runs_take_several_characters() -> None:
     counts = [100_000, 5, 70_000, 1_000_000, 3, 40, 2_000_000]
-    assert unpacked(literal_word(counts), "x") == counts
+    assert unpack_counts(literal_word(counts), "x") == counts
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.methods.vitcx import clusters, cosine_distances
-from patchlight.report.figures.masks import Impact, ask_about, channel_masks, clustered, impact, similarities
+from patchlight.report.figures.masks import Impact, ask_about, channel_masks, cluster_channels, impact, similarities
 from patchlight.report.figures.vitcx import heat_box
 from patchlight.zoo import pocket
 
@@ -79,7 +79,7 @@ def test_masks_of_a_cluster_are_closer_than_the_distance() -> None:
     vit, image, _ = taken_apart()
     channels, _ = channel_masks(ask_about(vit, image))
     labels = clusters(cosine_distances(channels, vit.extent)[None], 0.1)[0]
-    assert len(clustered(channels, vit.extent, 0.1)) == int(labels.max()) + 1 < len(channels)
+    assert len(cluster_channels(channels, vit.extent, 0.1)) == int(labels.max()) + 1 < len(channels)
     for cluster in range(int(labels.max()) + 1):
         members = channels[labels == cluster]
         assert len(members) == 1 or float(similarities(members, vit.extent).min()) > 0.9

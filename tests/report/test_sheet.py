@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from patchlight.core.drawing.pictures import Row, Tile, in_bands, inches, wrapped
+from patchlight.core.drawing.pictures import Row, Tile, in_bands, inches, wrap_lines
 from patchlight.core.errors import PatchlightError
 from patchlight.report.figures.numbers import numbers_of, write_numbers
 from patchlight.report.figures.sheet import COLUMN, PAGE, blank, line, mean_interval, pictures, style
@@ -22,15 +22,15 @@ from tests.report.pages import check_apart
 
 @given(st.text("ab ∘.-/W", max_size=40), st.floats(0.3, 3))
 def test_wrapped_lines_fit_and_lose_nothing(words: str, width: float) -> None:
-    lines = wrapped(words, width, 7.0)
+    lines = wrap_lines(words, width, 7.0)
     assert "".join(lines).replace(" ", "") == words.replace(" ", "")
     assert all(inches(line, 7.0) <= width or len(line) == 1 for line in lines)
 
 
 def test_names_are_broken_where_they_have_a_joint() -> None:
-    assert wrapped("DecompX∘SkipPLUS", 0.6, 7.0) == ["DecompX∘", "SkipPLUS"]
-    assert wrapped("SmoothGrad", 0.5, 7.0) == ["Smooth", "Grad"]
-    assert wrapped("a sentence about EVA-L/14", 0.9, 7.0, " ") == ["a sentence about", "EVA-L/14"]
+    assert wrap_lines("DecompX∘SkipPLUS", 0.6, 7.0) == ["DecompX∘", "SkipPLUS"]
+    assert wrap_lines("SmoothGrad", 0.5, 7.0) == ["Smooth", "Grad"]
+    assert wrap_lines("a sentence about EVA-L/14", 0.9, 7.0, " ") == ["a sentence about", "EVA-L/14"]
 
 
 def test_intervals_are_those_of_a_plain_bootstrap() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from patchlight.study.recommend.race import Pair, Race, looks, paired
+from patchlight.study.recommend.race import Pair, Race, looks, paired_test
 
 
 def test_looks_grow_by_a_third_or_a_half_and_end_with_all_images() -> None:
@@ -20,7 +20,7 @@ def test_looks_grow_by_a_third_or_a_half_and_end_with_all_images() -> None:
 def test_a_pair_is_scipys_paired_t() -> None:
     generator = np.random.default_rng(0)
     first, second = generator.normal(0.1, 1, 20), generator.normal(0, 1, 20)
-    found = paired(first, second)
+    found = paired_test(first, second)
     peer = stats.ttest_rel(first, second, alternative="greater")
     assert found.p == pytest.approx(float(peer.pvalue), rel=1e-9)
     assert found.mean == pytest.approx(float((first - second).mean()), rel=1e-12)
@@ -30,9 +30,9 @@ def test_a_pair_is_scipys_paired_t() -> None:
 
 def test_equal_scores_are_no_evidence_and_equal_differences_as_much_as_coins() -> None:
     same = np.full(8, 0.3)
-    assert paired(same, same).p == 1.0
-    assert paired(same + 0.5, same).p == 0.5**8
-    assert paired(same[:1] + 1, same[:1]).p == 1.0
+    assert paired_test(same, same).p == 1.0
+    assert paired_test(same + 0.5, same).p == 0.5**8
+    assert paired_test(same[:1] + 1, same[:1]).p == 1.0
 
 
 def test_images_needed_are_those_at_which_t_passes() -> None:
@@ -61,7 +61,7 @@ def test_only_images_up_to_a_planned_look_count() -> None:
     generator = np.random.default_rng(0)
     a, b = generator.normal(size=11), generator.normal(size=11)
     found = Race({"a": dict(enumerate(a)), "b": dict(reversed(list(enumerate(b))))}, 64).pair("a", "b")
-    assert found == paired(a[:8], b[:8])
+    assert found == paired_test(a[:8], b[:8])
 
 
 def test_the_level_is_five_per_cent_over_ordered_pairs_and_looks() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchlight.core.statistics import Resamples, average_ranks, bootstrap_weights
 from patchlight.metrics.base import Evaluation, Sums
-from patchlight.study.ranking import compared, friedman, paired_differences
+from patchlight.study.ranking import friedman, mark_best, paired_differences
 
 
 def column(
@@ -65,12 +65,12 @@ def test_best_and_tied_come_from_paired_differences() -> None:
         "tied": column(base + 0.009 + 0.05 * noise),
         "none": column(torch.full((200,), math.nan)),
     }
-    marks = compared(columns)
+    marks = mark_best(columns)
     assert marks["none"] == ""
     assert marks["paired worse"] == "", "0.01 lower on every image is a sure difference, though intervals overlap"
     assert sorted(marks.values()) == ["", "", "best", "tied"]
     lower = {name: column(c.values, higher=False) for name, c in columns.items() if name != "none"}
-    assert compared(lower)["paired worse"] == "best"
+    assert mark_best(lower)["paired worse"] == "best"
     (difference,) = paired_differences(columns["best"], {"": columns["paired worse"]}, Resamples(200)).values()
     assert torch.allclose(difference, torch.full_like(difference, 0.01))
 
@@ -97,15 +97,15 @@ def test_differences_are_of_the_images_that_both_have() -> None:
 def test_equal_columns_are_both_best_and_a_lone_one_is_not_marked() -> None:
     base = drawn(20)
     three = {"a": column(base), "b": column(base), "c": column(base - 1)}
-    assert compared(three) == {"a": "best", "b": "best", "c": ""}
-    assert compared({"a": column(base)}) == {"a": ""}
+    assert mark_best(three) == {"a": "best", "b": "best", "c": ""}
+    assert mark_best({"a": column(base)}) == {"a": ""}
 
 
 def test_nothing_is_best_where_the_methods_do_not_differ_or_images_are_too_few() -> None:
     base = drawn(20)
-    assert compared({"a": column(base), "b": column(base)}) == {"a": "", "b": ""}
+    assert mark_best({"a": column(base), "b": column(base)}) == {"a": "", "b": ""}
     for images in range(8):
-        marks = compared({"a": column(base[:images]), "b": column(base[:images] - 1)})
+        marks = mark_best({"a": column(base[:images]), "b": column(base[:images] - 1)})
         assert marks == ({"a": "best", "b": ""} if images >= 6 else {"a": "", "b": ""})
 
 

@@ -53,7 +53,7 @@ class _Enough(BaseException):
     """The sample took too long. Not an Exception, so that methods do not catch it."""
 
 
-def estimated(
+def estimate_costs(
     plan: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
 ) -> list[Estimated]:
     """Run the first batch of every group, twice if that is quick, and extrapolate to all images."""

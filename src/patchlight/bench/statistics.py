@@ -16,7 +16,7 @@ from patchlight.bench.results import Results
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.statistics import FEWEST, Mark, Resamples, percentiles
 from patchlight.metrics.base import Evaluation, intervals
-from patchlight.study.ranking import ALPHA, SAMPLES, compared, friedman, mean_on, placed
+from patchlight.study.ranking import ALPHA, SAMPLES, friedman, mark_best, mean_on, shared_ranks
 
 K = TypeVar("K", bound=Hashable)
 Standing = Literal["better", "worse", ""]
@@ -98,7 +98,7 @@ def table_cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> lis
         columns = {(m, n): results.columns[model, m, n] for m in recipe.methods for n in recipe.metrics}
         resamples = Resamples(len(results.images[model]), samples)
         bounds = intervals(columns, resamples)
-        marks = {n: compared({m: columns[m, n] for m in recipe.methods}, resamples) for n in recipe.metrics}
+        marks = {n: mark_best({m: columns[m, n] for m in recipe.methods}, resamples) for n in recipe.metrics}
         for (method, metric), column in columns.items():
             cells.append(
                 TableCell(
@@ -154,7 +154,7 @@ def rank_methods(results: Results, recipe: Recipe, model: str, metric: str) -> R
 
     Methods without any value are left out.
     """
-    names, places = placed({m: results.columns[model, m, metric] for m in recipe.methods})
+    names, places = shared_ranks({m: results.columns[model, m, metric] for m in recipe.methods})
     if places is None:
         return None
     means = dict(zip(names, places.mean(0).tolist(), strict=True))

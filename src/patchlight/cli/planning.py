@@ -24,7 +24,7 @@ def plan_run(
     as_json: bool = False,
 ) -> None:
     """Show what a run consists of, and with --estimate how long it takes. Nothing is saved."""
-    from patchlight.bench.estimate import estimated
+    from patchlight.bench.estimate import estimate_costs
     from patchlight.bench.executors import devices_of
     from patchlight.bench.plan import plan
 
@@ -34,7 +34,7 @@ def plan_run(
     costs: list[Estimated] = []
     if estimate:
         with progress("timing a first batch of every group of methods"):
-            costs = estimated(planned, device, seconds)
+            costs = estimate_costs(planned, device, seconds)
     if as_json:
         print_json(_as_json(planned, costs))
     else:

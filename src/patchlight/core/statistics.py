@@ -142,7 +142,7 @@ def constant(maps: Tensor) -> Tensor:
 def average_ranks(values: Tensor) -> Tensor:
     """The rank of each value in its row [B,n] in float64, 1 being the lowest; ties share their mean rank."""
     order = values.argsort(1)
-    first, last = tied(values.gather(1, order))
+    first, last = tie_spans(values.gather(1, order))
     ranks = (first + last).double() / 2 + 1
     return torch.empty_like(ranks).scatter_(1, order, ranks)
 
@@ -161,7 +161,7 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1) / torch.where(norm > 0, norm, 1)
 
 
-def tied(ordered: Tensor) -> tuple[Tensor, Tensor]:
+def tie_spans(ordered: Tensor) -> tuple[Tensor, Tensor]:
     """For each element of sorted rows [B,n], the indices of the first and last element equal to it."""
     return ordered.shape[1] - 1 - tie_ends(ordered.flip(1)).flip(1), tie_ends(ordered)
 

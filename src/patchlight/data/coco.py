@@ -192,7 +192,7 @@ def draw(outline: Outline, size: tuple[int, int], name: str) -> Mask:
         if outline.size != (height, width):
             shape = f"{outline.size[1]} x {outline.size[0]}"
             raise PatchlightError(f"the mask of '{name}' is {shape}, but its image {width} x {height}")
-        counts = unpacked(outline.counts, name) if isinstance(outline.counts, str) else outline.counts
+        counts = unpack_counts(outline.counts, name) if isinstance(outline.counts, str) else outline.counts
         return from_runs(counts, size, name)
     joined: Mask = np.logical_or.reduce([inside(_points(polygon, name), size) for polygon in outline])
     return joined
@@ -241,7 +241,7 @@ def from_runs(counts: Sequence[int], size: tuple[int, int], name: str) -> Mask:
     return values.reshape(width, height).T
 
 
-def unpacked(word: str, name: str) -> list[int]:
+def unpack_counts(word: str, name: str) -> list[int]:
     """Decode run lengths in COCO's compressed form.
 
     A number has five bits per character, lowest first, encoded in the characters from '0' on; 32 is added to all but

@@ -37,8 +37,8 @@ from patchlight.metrics.base import (
     summaries,
 )
 from patchlight.study.cost import warn_if_long
-from patchlight.study.evaluate import unwrapped
-from patchlight.study.ranking import SAMPLES, compared, placed
+from patchlight.study.evaluate import unwrap
+from patchlight.study.ranking import SAMPLES, mark_best, shared_ranks
 from patchlight.study.run import MeasureOptions, measure
 from patchlight.study.sources import Annotations
 
@@ -106,7 +106,7 @@ def compare(
     options = MeasureOptions(target, annotations, seed, size, progress, note=first.photos.add, watch=first.see)
     sources = {request.label: request for request in requests}
     warn_if_long(vit, _count(images), requests, metric_requests)
-    evaluations = unwrapped(measure(vit, images, sources, dict.fromkeys(sources, metric_requests), options))
+    evaluations = unwrap(measure(vit, images, sources, dict.fromkeys(sources, metric_requests), options))
     ignoring = [r.label for r in requests if r.suited(vit).ignores_class and r.name != "random"]
     by_method = {label: dict(by_metric) for label, by_metric in evaluations.items()}
     return Comparison(vit.name, by_method, first.maps(requests, seed), tuple(ignoring))
@@ -197,7 +197,7 @@ class Comparison:
         values of all methods.
         """
         resamples = Resamples(max(map(len, self.cells.values()), default=0), SAMPLES)
-        by_metric = {name: compared(self.column(name), resamples) for name in self.metrics}
+        by_metric = {name: mark_best(self.column(name), resamples) for name in self.metrics}
         return {(method, name): mark for name, marks in by_metric.items() for method, mark in marks.items()}
 
     @cached_property
@@ -205,7 +205,7 @@ class Comparison:
         """By (method, metric): the mean rank, 1 being the best, over the images that all share; at least six."""
         ranks: dict[tuple[str, str], float] = {}
         for name in self.metrics:
-            methods, places = placed(self.column(name))
+            methods, places = shared_ranks(self.column(name))
             if places is not None:
                 ranks |= {(method, name): float(mean) for method, mean in zip(methods, places.mean(0), strict=True)}
         return ranks

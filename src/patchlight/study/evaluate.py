@@ -105,7 +105,7 @@ def evaluate(
     opened = wrap(vit, head)
     if opened.task and opened.question is None:
         opened = wrap(opened, next((m.question for m in sources.values() if isinstance(m, Attribution)), None))
-    evaluations = unwrapped(measure(opened, images, sources, dict.fromkeys(sources, requests), options))
+    evaluations = unwrap(measure(opened, images, sources, dict.fromkeys(sources, requests), options))
     each = {label: own[metric] if isinstance(metric, str) else own for label, own in evaluations.items()}
     return Evaluations(each, "method") if several else each[""]
 
@@ -113,7 +113,7 @@ def evaluate(
 _OPTIONS = ("metric", "target", "head", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")
 
 
-def unwrapped(outcomes: Mapping[str, Mapping[str, Outcome[Evaluation]]]) -> dict[str, Evaluations]:
+def unwrap(outcomes: Mapping[str, Mapping[str, Outcome[Evaluation]]]) -> dict[str, Evaluations]:
     """The evaluations of outcomes without errors."""
     return {
         label: Evaluations({name: outcome.result for name, outcome in by_metric.items()})

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from patchlight.core.statistics import FEWEST, Mark, Resamples, average_ranks, percentiles, tied
+from patchlight.core.statistics import FEWEST, Mark, Resamples, average_ranks, percentiles, tie_spans
 from patchlight.metrics.base import Evaluation
 
 SAMPLES, ALPHA = 2000, 0.05
 
 
-def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = None) -> dict[str, Mark]:
+def mark_best(columns: Mapping[str, Evaluation], resamples: Resamples | None = None) -> dict[str, Mark]:
     """Mark the best method and those statistically tied with it.
 
     Only images on which every method has a value are compared. Nothing is marked when Friedman's test does not
@@ -21,7 +21,7 @@ def compared(columns: Mapping[str, Evaluation], resamples: Resamples | None = No
     its paired bootstrap difference to the best contains 0.
     """
     with_value = {m: column for m, column in columns.items() if column.mean == column.mean}
-    _, ranks = placed(with_value)
+    _, ranks = shared_ranks(with_value)
     marks: dict[str, Mark] = dict.fromkeys(columns, "")
     if ranks is None or friedman(ranks)[1] > ALPHA:
         return marks
@@ -57,7 +57,7 @@ def paired_differences(
     return {m: a - b for m, a, b in zip(others, first, second, strict=True)}
 
 
-def placed(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]:
+def shared_ranks(columns: Mapping[str, Evaluation]) -> tuple[list[str], Tensor | None]:
     """The methods with a value, and their ranks [N,k] on the images that all have; None for fewer than six."""
     with_value = {m: c for m, c in columns.items() if c.count}
     if len(with_value) < 2:
@@ -79,7 +79,7 @@ def friedman(ranks: Tensor) -> tuple[float, float]:
     n, k = ranks.shape
     if n < 1 or k < 2 or bool((ranks == ranks[:, :1]).all()):
         return 0.0, 1.0
-    first, last = tied(ranks.sort(1).values)
+    first, last = tie_spans(ranks.sort(1).values)
     ties = float(((last - first + 1).double().square() - 1).sum())  # t^3 - t for each tie of t values
     plain = 12 / (n * k * (k + 1)) * float(ranks.sum(0).square().sum()) - 3 * n * (k + 1)
     statistic = plain / (1 - ties / (n * k * (k * k - 1)))

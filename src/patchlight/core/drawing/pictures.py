@@ -174,7 +174,7 @@ def _sentence(att: Attribution) -> str:
 
 
 def _title_lines(title: str) -> list[str]:
-    return [part for line in title.split("\n") for part in wrapped(line, CELL, SCREEN.words, " .")]
+    return [part for line in title.split("\n") for part in wrap_lines(line, CELL, SCREEN.words, " .")]
 
 
 def _heat(picture: Image.Image, column: _Column, r: int) -> Image.Image:
@@ -216,7 +216,7 @@ def draw_rows(
     across = max(len(row.cells) for row in rows)
     widest = max((sum(inches(w, sizes.small) for w in SCALES[signed]) + _BAR + 0.12 for signed in scales), default=0.0)
     width = max(width, left + edge + across * (side + gap) - gap, widest + 2 * edge)
-    lines = wrapped(note, width - 2 * edge, sizes.small, " ")
+    lines = wrap_lines(note, width - 2 * edge, sizes.small, " ")
     titles, captions = (
         [
             [[] if cell is None or not getattr(cell, part) else getattr(cell, part).split("\n") for cell in row.cells]
@@ -280,7 +280,7 @@ def write_note(fig: Figure, lines: Sequence[str], sizes: Print) -> None:
         text.set_in_layout(False)
 
 
-def wrapped(words: str, width: float, size: float, behind: str = " ∘.-/") -> list[str]:
+def wrap_lines(words: str, width: float, size: float, behind: str = " ∘.-/") -> list[str]:
     """Lines that fit a width in inches, broken after spaces and a few signs (not in a number), else anywhere."""
     lines = [""]
     marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda found: found[0] + "\0", words)

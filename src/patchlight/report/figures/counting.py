@@ -16,7 +16,7 @@ from patchlight.engine import explain
 from patchlight.evidence.ablation import Count
 from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods, by_label
 from patchlight.report.figures.layouts import OURS, layout
-from patchlight.report.figures.sheet import COLUMN, Row, Tile, coloured, pictures
+from patchlight.report.figures.sheet import COLUMN, Row, Tile, colour_picture, pictures
 from patchlight.study import counting as task
 from patchlight.study.counting import SIZES, CountingSize, SizeName
 from patchlight.trained.diffmask.gates import DiffMask
@@ -61,7 +61,7 @@ def counting(
     rows = [Row([Tile(p, f"{int(test_set.labels[i])} red") for p, i in zip(photos, chosen, strict=True)], "Input")]
     for label, att in maps.items():
         exact = task.judge(label, att.scores, test_set.red, 0.5 if label == OURS else None).exact
-        cells = [Tile(coloured(att.scores[i], (0.0, 1.0) if label == OURS else None)) for i in chosen]
+        cells = [Tile(colour_picture(att.scores[i], (0.0, 1.0) if label == OURS else None)) for i in chosen]
         rows.append(Row(cells, f"{label} {100 * exact:.0f}\u00a0%"))
     shown = replace(drawing, vit=vit, images=test_set.images)
     shown.say(f"a ViT with {vit.depth} blocks and width {vit.width}, correct on all validation grids")

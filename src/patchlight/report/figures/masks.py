@@ -48,7 +48,7 @@ def similarities(masks: Tensor, size: tuple[int, ...]) -> Tensor:
     return 1 - cosine_distances(masks, size)[first, second]
 
 
-def clustered(channels: Tensor, size: tuple[int, ...], distance: float = DISTANCE) -> Tensor:
+def cluster_channels(channels: Tensor, size: tuple[int, ...], distance: float = DISTANCE) -> Tensor:
     """The masks [K,h,w] of ViT-CX: channels [D,h,w], clustered up to `distance`."""
     return cluster_masks(channels[None], clusters(cosine_distances(channels, size)[None], distance), size)
 
@@ -95,7 +95,7 @@ def impact(ask: Ask, distance: float = DISTANCE, sigma: float = SIGMA, layer: in
     """The masks of an image at a layer, and their scores for the class in question: 1 + 2 K forward passes."""
     vit = ask.vit
     channels, clean = channel_masks(ask, layer)
-    masks = clustered(channels, vit.extent, distance)
+    masks = cluster_channels(channels, vit.extent, distance)
     owner, clean_score = torch.zeros(len(masks), dtype=torch.long), torch.full((1, 1), clean, device=vit.device)
     scores = causal_scores(ask, upsampled(masks, ask.images, vit.extent), owner, clean_score, draws(ask), sigma)
     return Impact(ask, masks, clean, scores[:, 0].double().cpu(), sigma)

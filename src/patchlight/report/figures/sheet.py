@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.core.drawing.heat import colour_map
-from patchlight.core.drawing.pictures import Print, draw_rows, label_width, wrapped, write_note
+from patchlight.core.drawing.pictures import Print, draw_rows, label_width, wrap_lines, write_note
 from patchlight.core.drawing.pictures import Row as Row
 from patchlight.core.drawing.pictures import Tile as Tile
 from patchlight.core.statistics import FEWEST, bootstrap_weights
@@ -53,7 +53,7 @@ def blank(note: str, height: float, width: float = PAGE) -> ShownFigure:
     """An empty figure with the note below; its axes are laid out without overlaps."""
     from patchlight.core.drawing.shown import ShownFigure
 
-    lines = wrapped(note, width - 2 * PAPER.edge, PAPER.small, " ")
+    lines = wrap_lines(note, width - 2 * PAPER.edge, PAPER.small, " ")
     below = PAPER.edge + PAPER.small_line * len(lines) + (0.03 if lines else 0.0)
     total = height + below
     fig = ShownFigure(figsize=(width, total), dpi=DPI, facecolor="white", layout="constrained")
@@ -79,7 +79,7 @@ def pictures(
         scales: The colour scales to explain: unsigned (False), signed (True).
         largest: Largest width of a picture, in inches.
     """
-    fitted = [replace(row, label="\n".join(wrapped(row.label, WIDEST_LABEL, WORDS))) for row in rows]
+    fitted = [replace(row, label="\n".join(wrap_lines(row.label, WIDEST_LABEL, WORDS))) for row in rows]
     columns = max(len(row.cells) for row in rows)
     side = min(largest, (width - label_width(fitted, PAPER) - PAPER.edge - (columns - 1) * PAPER.gap) / columns)
     fitted = [replace(row, cells=[_wrapped_tile(cell, side) for cell in row.cells]) for row in fitted]
@@ -91,7 +91,7 @@ def pictures(
 def _wrapped_tile(tile: Tile | None, side: float) -> Tile | None:
     if tile is None:
         return None
-    title, caption = ("\n".join(wrapped(words, side, WORDS)) for words in (tile.title, tile.caption))
+    title, caption = ("\n".join(wrap_lines(words, side, WORDS)) for words in (tile.title, tile.caption))
     return replace(tile, title=title, caption=caption)
 
 
@@ -182,7 +182,7 @@ def line(
         )
 
 
-def coloured(
+def colour_picture(
     values: Tensor, ends: tuple[float, float] | None = None, colours: str = "inferno", side: int = 240
 ) -> Image.Image:
     """Numbers [h,w] as colours, from `ends` or from the lowest to the highest; at least `side` pixels high."""

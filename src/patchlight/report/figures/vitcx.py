@@ -37,10 +37,10 @@ from patchlight.metrics.sanity import stages, twin
 from patchlight.report.figures import sheet
 from patchlight.report.figures.drawing import NO_METHODS, Drawing, Methods
 from patchlight.report.figures.layouts import layout
-from patchlight.report.figures.masks import DISTANCE, SIGMA, Impact, ask_about, channel_masks, clustered, impact
+from patchlight.report.figures.masks import DISTANCE, SIGMA, Impact, ask_about, channel_masks, cluster_channels, impact
 from patchlight.report.figures.masks import similarities as mask_similarities
 from patchlight.report.figures.numbers import record
-from patchlight.report.figures.sheet import COLOURS, COLUMN, Row, Tile, coloured, mean_interval
+from patchlight.report.figures.sheet import COLOURS, COLUMN, Row, Tile, colour_picture, mean_interval
 
 Distances = list[Annotated[float, Field(gt=0)]]
 Deviations = list[Annotated[float, Field(ge=0)]]
@@ -117,8 +117,8 @@ def features(
         through = ask.images * upsampled(masks, ask.images, drawing.vit.extent)(torch.arange(len(chosen)))
         attention = _attention_maps(drawing, ask, columns)
         parts = {
-            "(a) attention": [Tile(coloured(one), name) for name, one in attention.items()],
-            "(b) feature maps": [Tile(coloured(maps[k]), f"channel {k}") for k in chosen],
+            "(a) attention": [Tile(colour_picture(one), name) for name, one in attention.items()],
+            "(b) feature maps": [Tile(colour_picture(maps[k]), f"channel {k}") for k in chosen],
             "(c) through masks": [Tile(drawing.vit.preprocess.picture(one)) for one in through],
         }
         first: list[Tile | None] = [Tile(drawing.pictures[i], "image")]
@@ -241,7 +241,7 @@ def artefacts(drawing: Drawing, searched: Count = 16, sigma: float = SIGMA) -> F
         titles = ["", "", "", ""] if rows else ["Image", "Mask", "Masked", "With noise"]
         cells = [
             Tile(drawing.pictures[i], titles[0], f"p = {each[i].clean:.3f}"),
-            Tile(coloured(each[i].at_size(index), (0.0, 1.0), "cividis"), titles[1]),
+            Tile(colour_picture(each[i].at_size(index), (0.0, 1.0), "cividis"), titles[1]),
             Tile(look(masked), titles[2], f"CI = {before:.3f}", {"CI": before}),
             Tile(look(noisy), titles[3], f"p\u00a0=\u00a0{after:.3f} s\u00a0=\u00a0{score:.3f}", numbers),
         ]
@@ -438,7 +438,7 @@ def _mask_counts(drawing: Drawing, distances: Sequence[float], layer: str = "blo
 
     def image_counts(i: int, image: Tensor) -> list[float]:
         channels, _ = channel_masks(ask_about(drawing.vit, image), layer)
-        return [float(len(clustered(channels, drawing.vit.extent, distance))) for distance in distances]
+        return [float(len(cluster_channels(channels, drawing.vit.extent, distance))) for distance in distances]
 
     return torch.tensor(each_image(drawing, image_counts, "clustering"))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from patchlight.core.statistics import FEWEST
 from patchlight.study.recommend.panel import AGREEMENT, RANDOM
-from patchlight.study.recommend.race import ALPHA, COMPARED, Pair, Race, paired
+from patchlight.study.recommend.race import ALPHA, COMPARED, Pair, Race, paired_test
 from patchlight.study.recommend.record import BLANKED, MODEL, UNTRAINED, RaceRecord
 from patchlight.study.recommend.verdict import BlankEffect, MethodResult, Status, Undecided, Verdict, hardly_changes
 
@@ -250,7 +250,7 @@ def _untrained(record: RaceRecord, race: Race, leading: str | None) -> tuple[Pai
     there = {place: cell.value for place, cell in copied.items() if cell.value is not None}
     shared = sorted(here.keys() & there.keys())
     if len(shared) >= FEWEST:
-        return paired(np.array([here[p] for p in shared]), np.array([there[p] for p in shared])), ""
+        return paired_test(np.array([here[p] for p in shared]), np.array([there[p] for p in shared])), ""
     if not copied:
         return None, "there was not enough time"
     reason = next((cell.reason for cell in copied.values() if cell.reason), "")

@@ -74,7 +74,7 @@ class Pair:
         return float(n) if n < FARTHEST else math.inf
 
 
-def paired(first: np.ndarray, second: np.ndarray) -> Pair:
+def paired_test(first: np.ndarray, second: np.ndarray) -> Pair:
     """Compare scores of the same images [n]. If all differences are equal, p is that of a sign test, 0.5^n."""
     d = first - second
     n = len(d)
@@ -138,7 +138,7 @@ class Race:
             shared = sorted(a.keys() & b.keys())
             most = max((n for n in self.looks if n <= len(shared)), default=len(shared))
             x, y = (np.array([scores[place] for place in shared[:most]], dtype=np.float64) for scores in (a, b))
-            self._pairs[key] = paired(x, y)
+            self._pairs[key] = paired_test(x, y)
         return self._pairs[key]
 
     @cached_property

@@ -23,7 +23,7 @@ from patchlight.metrics.base import MetricRequest
 from patchlight.metrics.quantities import lacking
 from patchlight.metrics.sanity import random_parameters, twin
 from patchlight.study.cost import explain_forwards, measure_seconds
-from patchlight.study.evaluate import unwrapped
+from patchlight.study.evaluate import unwrap
 from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import AGREEMENT, Panel
 from patchlight.study.recommend.record import BLANKED, MODEL, UNTRAINED, RaceRecord
@@ -196,7 +196,7 @@ class RaceWorker:
         sources = {method: Source(maps.to(self.vit.device), method=made_by, targets=self.targets(places))}
         options = MeasureOptions(seed=self._seed, progress=False, current=True, kept=self._cache)
         outcomes = measure(self.vit, self.gallery.batch(places), sources, {method: [request]}, options)
-        evaluation = unwrapped(outcomes)[method][metric]
+        evaluation = unwrap(outcomes)[method][metric]
         sides = {"insertion": "lif", "deletion": "mif"} if metric.startswith("srg ") else {}
         parts = {metric.replace("srg", side, 1): evaluation.parts[name] for side, name in sides.items()}
         return {metric: evaluation.values, **parts}, evaluation.reasons
@@ -221,7 +221,7 @@ class RaceWorker:
             options = MeasureOptions(seed=self._seed, batch_size=len(some), progress=False)
             sources = {method: self.panel.methods[method]}
             outcomes = measure(self._cache[UNTRAINED], self.gallery.batch(some), sources, {method: metrics}, options)
-            scores = unwrapped(outcomes)[method]
+            scores = unwrap(outcomes)[method]
             signed = [self.panel.sign(label) * evaluation.values for label, evaluation in scores.items()]
             for place, value in zip(some, torch.stack(signed).mean(0).tolist(), strict=True):
                 self.record.add(place, method, UNTRAINED, finite_or_none(value))
