@@ -18,13 +18,15 @@ from typer.testing import CliRunner
 from patchlight.bench import executors, local
 from patchlight.bench.local import Cutter, RunOptions, Stop, run
 from patchlight.bench.plan import WHOLE, Shard, plan
-from patchlight.bench.recipe import override
+from patchlight.bench.recipe import override, parse
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
+from patchlight.core.plugins import load_plugin
 from tests.bench.processes import events, start_run
 from tests.bench.small import pictures, recipe, rows, text
+from tests.registries import restored
 
 PLUGIN = """\
 import os
@@ -205,25 +207,24 @@ def test_a_unit_that_takes_too_long_is_given_up_when_asked_to_stop(images: Path,
     assert not Store(tmp_path / "run").busy()
 
 
-def test_workers_do_what_one_process_does(images: Path, tmp_path: Path, whole: Path) -> None:
+def test_workers_do_what_one_process_does_and_a_unit_that_kills_them_fails_alone(
+    images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    monkeypatch.setattr(local, "DEATHS", 2)
     heard: list[Any] = []
     options = RunOptions(workers=2, threads=torch.get_num_threads())
-    summary = run(recipe(images), tmp_path / "run", options, listen=heard.append)
-    assert (summary.values, summary.now, summary.left) == (48, 48, 0)
+    with restored():
+        load_plugin(tmp_path / "plugin.py")
+        more = parse(text(images).replace("[methods]", '[methods]\nDeadly = "test-deadly"'))
+        summary = run(override(more, images=1), tmp_path / "run", options, listen=heard.append)
+    assert (summary.values, summary.now, summary.left) == (10, 10, 0)
+    assert summary.failures == {"2 processes died while they ran it": 2}
     assert [event.event for event in (heard[0], heard[-1])] == ["start", "end"]
-    assert sum(event.values for event in heard if event.event == "done") == 48
-    assert rows(tmp_path / "run") == rows(whole)
+    assert sum(event.values for event in heard if event.event == "done") == 10
+    others = [row for row in rows(tmp_path / "run") if row["method"] != "Deadly"]
+    assert others == [row for row in rows(whole) if row["image"] == "0.png"]
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["worker-1.txt", "worker-2.txt"]
-
-
-def test_a_unit_that_kills_its_workers_fails_alone(images: Path, tmp_path: Path) -> None:
-    command = [*plugin_command(tmp_path, images, "test-deadly"), "--workers", "2", "--limit", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    assert Store(tmp_path / "run").failures() == {"3 processes died while they ran it": 2}
-    found = rows(tmp_path / "run")
-    assert {row["method"] for row in found if row["error"]} == {"GenAtt"}
-    assert len(found) == 8
 
 
 def test_a_worker_that_dies_between_units_is_replaced(images: Path, tmp_path: Path) -> None:
