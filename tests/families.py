@@ -169,7 +169,7 @@ RELATIVES: dict[str, Callable[[], nn.Module]] = {
     "naflex-map": lambda: _sized("naflexvit_base_patch16_map", 64, **_SMALL),
     "qwen3": lambda: _timm("qwen3_vit_88m"),
     "qwen3-merge": lambda: _timm("qwen3_vit_88m_merge", out_features=32),
-    "gemma4": lambda: _sized("gemma4_vit_167m", 64, **_SMALL, head_dim=12),
+    "gemma4": lambda: _sized("gemma4_vit_167m", 64, **_SMALL, head_dim=12, position_embedding_size=64),
     "cait": lambda: _timm("cait_xxs24_224"),
     "sam": lambda: _timm("samvit_base_patch16_224", window_size=3, global_attn_indexes=(1,)),
     "xcit": lambda: _timm("xcit_nano_12_p16_224"),
