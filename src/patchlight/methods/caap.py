@@ -67,8 +67,6 @@ def _range(settings: Settings, depth: int) -> tuple[int, int]:
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.depth == 0 or vit.hierarchical or vit.pools_only or vit.several_states:
         return f"it inserts tokens after blocks that all have the same tokens, and {vit.name} has no such blocks"
-    if vit.several_states:
-        return f"it starts in the middle of the blocks, and the decoder of {vit.name} reads earlier ones too"
     first, last = _range(settings, vit.depth)
     if not first <= last < vit.depth:
         return f"start={first} and stop={last} are not a range of the {vit.depth} blocks, which are numbered from 0"

@@ -261,7 +261,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         several = _one_grid(request, method, vit)
         if several is not None:
             return several
-    if request.course.local is not None and vit.several_states:
+    if vit.several_states and isinstance(method, LayerMap) and method.course(request.settings, vit).local is not None:
         return follows_one_state(request.settings, vit)
     if request.rule.name != "plain" and vit.can_rule is not None:
         return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
