@@ -17,7 +17,7 @@ import torch
 import patchlight as pl
 from benchmarks.common import device, machine, record
 from patchlight.core.targets import Targets
-from patchlight.evidence.ablation import Ablation, TokenSubsets, _forward
+from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
@@ -71,9 +71,9 @@ def main() -> None:
     def forwards(tokens: int, count: int, compiled: bool = False) -> float:
         x = torch.randn(count, tokens, width, device=device(), dtype=torch.bfloat16)
         model = pl.wrap(_bf16_copy(vit), name="bf16")
-        run = torch.compile(_forward, dynamic=False) if compiled else _forward
+        blocks = torch.compile(model.run, dynamic=False) if compiled else model.run
         with torch.no_grad():
-            taken = seconds(lambda: run(model, x, None))
+            taken = seconds(lambda: model.readout(blocks(x)))
         bare[f"{tokens} {compiled}"] = taken / count
         return taken
 
