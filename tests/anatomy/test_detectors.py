@@ -116,7 +116,7 @@ QUICK = ("ixg", "genatt", "occlusion", "random")
     ("kind", "name"),
     [
         pytest.param(kind, name, marks=() if name in QUICK and kind == "rf" else pytest.mark.slow)
-        for kind in ("conditional", "owl", "rf", "rt")
+        for kind in ("rf", "rt")
         for name in contract_names()
     ],
 )

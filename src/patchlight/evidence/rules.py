@@ -283,7 +283,7 @@ def gamma_product(
     The observer gets the relevance of the bias at each output in the backward.
     """
     result: Tensor = _GammaProduct.apply(x, weight, bias, product, gamma, observer)
-    return result
+    return result.clone()  # a forward may change it in place
 
 
 class _ScaleGradient(torch.autograd.Function):
