@@ -164,6 +164,13 @@ def test_slices_of_any_step() -> None:
     assert [one.labels[0] for one in att] == list("abcde")
 
 
+def test_the_class_of_a_contrast_has_a_name_without_labels() -> None:
+    scores, against = torch.rand(2, 2, 2), torch.tensor([3, 4])
+    assert attribution(scores).against_names == ()
+    assert attribution(scores, against=against).against_names == ("class 3", "class 4")
+    assert attribution(scores, against=against, against_labels=("cat", "dog")).against_names == ("cat", "dog")
+
+
 def test_labels_follow_their_images() -> None:
     """Several per image, one image, none at all."""
     att = attribution(torch.rand(2, 3, 2, 2), labels=tuple("abcdef"))
