@@ -449,6 +449,9 @@ class Anatomy(Readout):
         low = self._computing
         return torch.autocast(self.device.type, low.dtype, enabled=low.only is not None)
 
+    def see_calls(self) -> None:
+        """Record how the forward calls the blocks, before taps watch them."""
+
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
         """Inside, the twin matches the model as it is now and computes in its own type, regardless of autocast."""

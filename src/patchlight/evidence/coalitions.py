@@ -34,8 +34,9 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
     """Logits [B,m,C] of every image with only the patches of its coalitions z [B,m,d], `chunk` of them at once.
 
     Coalitions of similar size run together: tokens that none of them has are removed, and tokens that a smaller one
-    does not have are hidden from attention, which is equivalent. Gradients flow.
+    does not have are hidden from attention, which is equivalent. Gradients flow. Autocast of the caller applies.
     """
+    vit.see_calls()
     embedded = vit.embed(images)
     rows = z.flatten(0, 1)
     size = rows.sum(1)
@@ -48,7 +49,7 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
         keep = members[some, :longest]
         seen = seen_tokens(vit.layout, longest, size[some])
         tokens = vit.gather(embedded, keep, some // z.shape[1])
-        with vit.steady(), Unseen(seen):
+        with Unseen(seen):
             for index in range(vit.depth):
                 tokens = vit.block(index, tokens, keep)
             found.append(vit.readout(tokens, keep))
