@@ -1,8 +1,8 @@
 """Table of docs/results/answers.md: ``python -m tools.answers_page --scenes 60 --out FILE``.
 
-New scenes with the question "what color is the …" are asked of the bundled `pocket-vlm`. For each method: how often the
-highest patch of the map of the colour lies on the object, and deletion, from 0 without the image to 1 with it.
-Brackets are 95 % bootstrap intervals over scenes; one line per scene goes to ``FILE.jsonl``, from which a run resumes.
+The bundled `pocket-vlm` answers "what color is the …" on held-out scenes. The table shows for each method how often the
+highest patch is on the object, and deletion, scaled from 0 (no image) to 1 (the image). Brackets are 95 % bootstrap
+intervals over scenes. Each scene is a line of ``FILE.jsonl``, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def table(lines: Sequence[Line]) -> str:
     right = [line["methods"] for line in lines if line]
     values = {key: torch.tensor([each[key] for each in right], dtype=torch.float64) for key in right[0]}
     rows = [
-        f"{len(right)} of {len(lines)} answers name the right colour, with a gain above 0.5 nats; these are measured.",
+        f"{len(right)} of {len(lines)} answers name the right colour, with a gain above 0.5 nats; these were measured.",
         "",
         "| place | method | highest patch on the object | deletion ↓ | random minus method |",
         "| --- | --- | --- | --- | --- |",

@@ -1,8 +1,8 @@
 """Table of docs/results/detection.md: ``python -m tools.detections_page --scenes 60 --out FILE``.
 
-In new scenes, the bundled `pocket-detector` is asked why it found the first object. For each method: whether the
-highest patch of the map lies on the object, whether most of its positive scores do, and deletion of the match. Brackets
-are 95 % bootstrap intervals over scenes; one line per scene goes to ``FILE.jsonl``, from which a run resumes.
+The first detection of the bundled `pocket-detector` is explained on held-out scenes. The table shows for each method
+whether the highest patch is on the object, whether most of the positive scores are, and deletion of the match. Brackets
+are 95 % bootstrap intervals over scenes. Each scene is a line of ``FILE.jsonl``, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def table(lines: Sequence[Line]) -> str:
     }
     covered, end = (sum(line[key] for line in found) / len(found) for key in ("patches", "end"))
     rows = [
-        f"The first object is found in {len(found)} of {len(lines)} scenes; these are measured. It lies on "
-        f"{covered:.0%} of the patches. Without any patch, the match is {end:.3f}.",
+        f"The first object is detected in {len(found)} of {len(lines)} scenes; these were measured. It covers "
+        f"{covered:.0%} of the patches. With all patches removed, the match is {end:.3f}.",
         "",
         "| method | highest patch on the object | most of the map on the object | deletion ↓ | random minus method |",
         "| --- | --- | --- | --- | --- |",

@@ -1,9 +1,9 @@
 """Table of docs/results/segmentation.md: ``python -m tools.segmentation_page --scenes 24 --out FILE``.
 
-In new scenes, the bundled `pocket-segmenter` is asked why the pixels of the first object have its class. For each
-method: whether the highest patch of the map lies on the object, its share there, deletion of the probability of the
-class in the region, and the same where the patches of the object always stay. Brackets are 95 % bootstrap intervals
-over scenes; one line per scene goes to ``FILE.jsonl``, from which a run resumes.
+The class of the first object is explained for the bundled `pocket-segmenter` on held-out scenes. The table shows for each
+method whether the highest patch is on the object, the share of the map there, deletion of the class probability in the
+region, and the same without removing the patches of the object. Brackets are 95 % bootstrap intervals over scenes. Each
+scene is a line of ``FILE.jsonl``, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def table(lines: Sequence[Line]) -> str:
     covered = sum(line["patches"] for line in found) / len(found)
     nothing, alone = torch.tensor([line["ends"] for line in found]).mean(0).tolist()
     rows = [
-        f"In {len(found)} of {len(lines)} scenes at least half of the first object has the right class; these are "
-        f"measured. It lies on {covered:.0%} of the patches. Without any patch the probability is {nothing:.3f}, with "
-        f"those of the object alone {alone:.3f}.",
+        f"In {len(found)} of {len(lines)} scenes at least half of the first object has the right class; these were "
+        f"measured. It covers {covered:.0%} of the patches. With all patches removed the probability is {nothing:.3f}; "
+        f"with only the patches of the object it is {alone:.3f}.",
         "",
         "| method | highest patch on the object | share of the map there | deletion ↓ | random minus method | "
         "context only: deletion ↓ | random minus method |",
