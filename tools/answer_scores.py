@@ -1,8 +1,8 @@
 """Second table of docs/results/answers.md: ``python -m tools.answer_scores --scenes 60 --out FILE``.
 
-Why are signed maps poor for answers? The scenes of `tools.answers_page`, with maps of the log-probability of the colour,
-maps of its logit minus the mean logit, and the absolute values of the former. Each scene is a line of ``FILE.jsonl``,
-from which an interrupted run resumes.
+Why are signed maps poor for answers? The scenes of `tools.answers_page`, with maps of the log-probability of the
+colour, maps of its logit minus the mean logit, and the absolute values of the former. Each scene is a line of
+``FILE.jsonl``, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def measure(vlm: Any, image: Tensor, mask: Tensor, question: str, colour: str) -
         found = pl.explain(ready, image, method, target=colour, progress=False).scores
         with mock.patch.object(AnswersAnatomy, "_logs_of", centred):
             other = pl.explain(ready, image, method, target=colour, progress=False).scores
-        maps = {"log-probability": found, "logit minus mean logit": other, "log-probability, absolute values": found.abs()}
+        absolute = found.abs()
+        maps = {"log-probability": found, "logit minus mean logit": other, "log-probability, absolute values": absolute}
         for score, scores in maps.items():
             deletion = pl.evaluate(
                 vlm, image, scores, "deletion", unit="token", steps=16, head=head, target=colour, progress=False

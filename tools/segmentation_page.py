@@ -1,9 +1,9 @@
 """Table of docs/results/segmentation.md: ``python -m tools.segmentation_page --scenes 24 --out FILE``.
 
-The class of the first object is explained for the bundled `pocket-segmenter` on held-out scenes. The table shows for each
-method whether the highest patch is on the object, the share of the map there, deletion of the class probability in the
-region, and the same without removing the patches of the object. Brackets are 95 % bootstrap intervals over scenes. Each
-scene is a line of ``FILE.jsonl``, from which an interrupted run resumes.
+The class of the first object is explained for the bundled `pocket-segmenter` on held-out scenes. The table shows for
+each method whether the highest patch is on the object, the share of the map there, deletion of the class probability
+in the region, and the same without removing the patches of the object. Brackets are 95 % bootstrap intervals over
+scenes. Each scene is a line of ``FILE.jsonl``, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
