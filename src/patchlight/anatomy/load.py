@@ -23,9 +23,8 @@ from patchlight.anatomy.prompts import ANSWERING
 from patchlight.anatomy.spec import PreprocessSpec
 from patchlight.anatomy.texts import has_text_side
 from patchlight.anatomy.weights import fill, read_labels, read_weights, resampled
-from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, nearest
+from patchlight.core.errors import AssumedPreprocess, NoClassifier, PatchlightError, first_line, match_names, nearest
 from patchlight.core.images import Preprocess
-from patchlight.core.registry import match_names
 
 if TYPE_CHECKING:
     from patchlight.anatomy.heads import Head

@@ -14,7 +14,7 @@ from patchlight.cli.complete import complete_method, complete_metric, complete_m
 from patchlight.cli.names import Row, find_row, known_names
 from patchlight.cli.names import table as names
 from patchlight.cli.options import ModelOptions, Plugin, command
-from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, match_names, nearest
 
 
 @command
@@ -108,8 +108,6 @@ def models(
     """List the models that can be loaded by name."""
     with progress("loading the names"):
         model_names = names("models")["models"]
-    from patchlight.core.registry import match_names
-
     matches = match_names(model_names, pattern)
     if not matches:
         raise PatchlightError(f"no model name matches '{pattern}'; {nearest(pattern, model_names)}")

@@ -1,4 +1,4 @@
-"""Exceptions and warnings, and the hints in their messages."""
+"""Exceptions and warnings, the hints in their messages, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from fnmatch import fnmatch
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -157,6 +158,16 @@ def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:
         return f"did you mean {_listed(close)}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     return f"known names: {shown}" if names else "no names are known"
+
+
+def match_names(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that contain a pattern, or match it if it has wildcards.
+
+    >>> match_names(["deit_tiny", "vit_tiny"], "deit*"), match_names(["deit_tiny", "vit_tiny"], "vit")
+    (['deit_tiny'], ['vit_tiny'])
+    """
+    wildcard = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    return sorted({name for name in names if fnmatch(name, wildcard)})
 
 
 def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:

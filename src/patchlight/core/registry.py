@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from fnmatch import fnmatch
 from functools import cache, cached_property, wraps
 from types import NoneType, UnionType
 from typing import (
@@ -344,13 +343,3 @@ def describe_type(kind: Any) -> str:
     if origin is tuple:
         return f"({', '.join(map(describe_type, inside))})"
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def match_names(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that contain a pattern, or match it if it has wildcards.
-
-    >>> match_names(["deit_tiny", "vit_tiny"], "deit*"), match_names(["deit_tiny", "vit_tiny"], "vit")
-    (['deit_tiny'], ['vit_tiny'])
-    """
-    wildcard = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-    return sorted({name for name in names if fnmatch(name, wildcard)})
