@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import patchlight as pl
 from patchlight.anatomy.preprocessing import applied, read_preprocess
@@ -46,6 +47,7 @@ JUNK = [
     *b' null true -1 0 3.5 1e999 NaN nan inf [] {} [[]] "" "x"'.split(b" "),
     *(b"9" * 30, b"9" * 5000, b'"' + b"9" * 5000 + b'"', b'"../../x"', b'"\\u0000"', b"\0", b"\xff\xfe", b"\xc2\xb2"),
     *(b"[" * 5000, b'"', b"\n", b"#", b"," * 50, b"x" * 200_000, "٣".encode(), b'"\\ud800"', b"\r", b'{"a": {"b": 1}}'),
+    *b'1e308 1e-320 "F16" "BF16" "F8_E4M3" "U64" "BOOL"'.split(b" "),  # the last are types of safetensors
 ]
 ODD = [b"", b"null", b"[]", b"{}", b"3", b'"x"', b"\xff\xfe{}", b"\0" * 100, b"[" * 100_000, b'{"a":' * 5000, b"\n" * 9]
 TOKEN = re.compile(rb'"[^"]*"|[^\s,:=\[\]{}"]+|[,:=\[\]{}]')
@@ -96,6 +98,28 @@ def annotations(folder: Path) -> Reader:
                 load_batch(data, range(len(data)), whole)
 
     return Reader(list(files.values()), read)
+
+
+def attribution(folder: Path) -> Reader:
+    """What can be loaded can also be used."""
+    target, preprocess = torch.tensor([0, 1]), pl.Preprocess((8, 8))
+    made = pl.Attribution(torch.rand(2, 2, 2), target, "m", "vit", (8, 8), preprocess=preprocess)
+    place = made.save(folder / "map")
+
+    def read() -> None:
+        found = attempt(lambda: pl.Attribution.load(place))
+        if found is None:
+            return
+        try:
+            assert found.scores.dtype in (torch.float32, torch.float64)
+            assert (len(found.captions), found.upsample(4).shape[-2:]) == (2, (4, 4))
+            found[::-1].to_frame()
+            found.overlay(Image.new("RGB", (9, 7)))
+            found.save(folder / "again", force=True)
+        except pl.PatchlightError as error:
+            raise AssertionError("the damaged attribution was loaded, but cannot be used") from error
+
+    return Reader(sorted(place.iterdir()), read)
 
 
 def label_files(folder: Path) -> Reader:
@@ -185,6 +209,7 @@ def bench_recipe(folder: Path) -> Reader:
 
 
 READERS: Mapping[str, Callable[[Path], Reader]] = {
+    "attribution": attribution,
     "bench recipe": bench_recipe,
     "DiffMask recipe": training_recipe("diffmask", DiffMaskRecipe),
     "Shapley recipe": training_recipe("shapley", ShapleyRecipe),

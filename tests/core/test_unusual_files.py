@@ -6,14 +6,11 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -68,13 +65,6 @@ def test_attributions_of_absurd_size(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 8, "SC_PAGE_SIZE": 8}[name])
         refuses(("large' is damaged: ", "of memory"), pl.Attribution.load, saved(tmp_path / "large"))
-
-
-def test_attributions_with_a_json_that_is_none(tmp_path: Path) -> None:
-    place = saved(tmp_path / "kept")
-    for text in (b"null", b"[]", b"3", b"", b"{", b"\xff\xfe{}", b"[" * 100_000, b'{"format": 1}'):
-        (place / "attribution.json").write_bytes(text)
-        refuses("kept' is damaged: attribution.json", pl.Attribution.load, place)
 
 
 DAMAGED_KEYS: list[dict[str, Any]] = [
@@ -143,75 +133,6 @@ def test_attributions_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refuses("cannot be read: Not a directory", pl.Attribution.load, tmp_path / "file")
     assert pl.Attribution.load(saved(tmp_path / "sound")).seed == 0
-
-
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 10**40) | st.floats() | st.sampled_from(["", "F8_E4M3", "U64", "BF16"]),
-    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=3), inside, max_size=2),
-    max_leaves=4,
-)
-METADATA = st.sampled_from([f.name for f in fields(pl.Attribution) if f.name != "photos"])
-PREPROCESS = st.sampled_from([f.name for f in fields(pl.Preprocess)])
-TYPES = [
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-    "F8_E4M3",
-    "F8_E5M2",
-    "I64",
-    "I32",
-    "I16",
-    "I8",
-    "U8",
-    "U16",
-    "U32",
-    "U64",
-    "BOOL",
-]
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_a_damaged_attribution_is_refused_or_works(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """Whatever value of its files is replaced."""
-    att = pl.Attribution(
-        torch.rand(2, 2, 2), torch.tensor([0, 1]), "m", "vit", (8, 8), preprocess=pl.Preprocess((8, 8))
-    )
-    folder = att.save(tmp_path_factory.mktemp("damaged") / "map")
-    about, scores = folder / "attribution.json", folder / "scores.safetensors"
-    content, packed = json.loads(about.read_text()), bytearray(scores.read_bytes())
-    match data.draw(st.sampled_from(["key", "preprocess", "type", "header", "byte", "cut"])):
-        case "key":
-            content[data.draw(METADATA)] = data.draw(JUNK)
-        case "preprocess":
-            junk = st.sampled_from([1e308, 1e-320, 10**400, 0, [0.5], [], [10**30, 8]])
-            content["preprocess"][data.draw(PREPROCESS)] = data.draw(junk | JUNK)
-        case "type":
-            length = int.from_bytes(packed[:8], "little")
-            old, new = data.draw(st.sampled_from(["F32", "I64"])), data.draw(st.sampled_from(TYPES))
-            header = packed[8 : 8 + length].replace(f'"{old}"'.encode(), f'"{new}"'.encode())
-            packed = struct.pack("<Q", len(header)) + header + packed[8 + length :]
-        case "header":
-            header = json.dumps(data.draw(JUNK | st.fixed_dictionaries({"scores": JUNK, "target": JUNK}))).encode()
-            packed = bytearray(struct.pack("<Q", len(header)) + header + bytes(64))
-        case "byte":
-            packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
-        case "cut":
-            packed = packed[: data.draw(st.integers(0, len(packed)))]
-    about.write_text(json.dumps(content))
-    scores.write_bytes(packed)
-    try:
-        found = pl.Attribution.load(folder)
-    except pl.PatchlightError:
-        refuses("map' is damaged: ", pl.Attribution.load, folder)
-        return
-    assert found.scores.dtype in (torch.float32, torch.float64)
-    assert len(found.captions) == 2
-    assert found.upsample(4).shape[-2:] == (4, 4)
-    found[::-1].to_frame()
-    found.overlay(Image.new("RGB", (9, 7)))
-    found.save(folder, force=True)
 
 
 class Killed(BaseException):
