@@ -21,10 +21,6 @@ from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.targets import Targets
-from patchlight.evidence.rules import RULES
-from patchlight.methods.base import Ask
-from patchlight.methods.tis import mean_score, sampled_scores
 from tests import families, tiny_models
 from tests.close import close
 from tests.families import FAMILIES, RELATIVES, STAGED
@@ -323,36 +319,3 @@ def test_attention(name: str) -> None:
         assert isinstance(matrix, Tensor)
         found = maps(this.vit, this.batch, method, TARGETS).flatten(1)
         close(found, matrix[:, rows].mean(1)[:, cells], LIMIT, method)
-
-
-def test_tis_beside_every_subset_of_four_patches() -> None:
-    """TIS's masks are subsets of half the patches; all six scores come from the plain model, tokens cut out by a hook.
-
-    The map is the mean score of the masks that show a patch, and with every mask once it is the brute-force mean.
-    """
-    import timm
-
-    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 7}
-    model: Any = families.randomise(timm.create_model("vit_tiny_patch16_224", **sizes)).double()
-    vit = pl.wrap(model)
-    image = families.images(vit, 1)
-    subsets = list(itertools.combinations(range(4), 2))
-
-    def score(shown: tuple[int, ...]) -> Tensor:
-        rows = [0, *(1 + i for i in shown)]
-        handle = model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0][:, rows],))
-        with torch.no_grad():
-            out = model(image).softmax(-1)[0, TARGETS[0]]
-        handle.remove()
-        return out
-
-    scores = {shown: score(shown) for shown in subsets}
-    expected = torch.stack([torch.stack([s for shown, s in scores.items() if i in shown]).mean() for i in range(4)])
-    centroids = torch.zeros(6, 4).scatter_(1, torch.tensor(subsets), 1.0)[None]
-    ask = Ask(vit, image, Targets(torch.tensor([TARGETS[:1]]), several=True), "probability", 0, RULES["plain"])
-    found, masks = sampled_scores(ask, centroids, [0.5])
-    close(mean_score(found, masks), expected, 1e-12, "every subset")
-    drawn = maps(vit, image, "tis", TARGETS[:1], samples=96, iterations=1).flatten()
-    within = torch.stack([torch.stack([s for shown, s in scores.items() if i in shown]) for i in range(4)])
-    assert bool((drawn >= within.amin(1) - 1e-9).all())
-    assert bool((drawn <= within.amax(1) + 1e-9).all())

@@ -14,9 +14,7 @@ from patchlight.core.targets import Targets
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
 from patchlight.methods.dave import NoisyCopy, contributions, random_samples, robust_mean, smoothed
-from tests.close import close
 from tests.families import build, images, shared
-from tests.literal.plain import maps
 from tests.reference import deit_tiny, inputs, reference
 
 
@@ -75,14 +73,6 @@ def test_warps_are_rigid_in_pixels() -> None:
 def test_the_mean_without_outliers(values: list[float], mean: float) -> None:
     """The median of an even number of samples is the lower of both in the middle, as in the authors' code."""
     assert float(robust_mean(torch.tensor(values))) == mean
-
-
-def test_a_batch_is_its_images() -> None:
-    vit = shared("vit-wide", torch.float64)
-    batch = images(vit, 3)
-    together = maps(vit, batch, "dave", [1, 2, 3], samples=3, seed=5)
-    single = [maps(vit, batch[i : i + 1], "dave", [i + 1], samples=3, seed=5) for i in range(3)]
-    close(together, torch.cat(single), 1e-9)
 
 
 def test_the_score_scales_the_map() -> None:

@@ -433,11 +433,3 @@ def test_several_classes_cost_no_further_forwards(name: str, monkeypatch: pytest
         costs.append(sum(calls) // vit.depth)
     expected = {"kernel-shap": 42, "atman": 17, "hsic": 40}[name]
     assert costs == [2 * expected, 2 * expected]
-
-
-@pytest.mark.parametrize("name", ["kernel-shap", "atman", "hsic"])
-def test_presets_are_settings(name: str) -> None:
-    entry = resolve(name).method
-    for preset, settings in entry.presets.items():
-        resolved = resolve(name, {"preset": preset}).settings
-        assert settings.items() <= resolved.items()

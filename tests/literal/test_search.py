@@ -280,15 +280,6 @@ def test_the_method_is_the_search_written_out(objective: str, unit: str) -> None
         assert found.scores[i].flatten().argsort(descending=True).tolist() == order[0].tolist()
 
 
-def test_classes_are_searched_by_themselves() -> None:
-    vit = shared("vit")
-    batch = images(vit, 2)
-    settings = {"search": {"prior": "genatt", "candidates": 2, "budget": 40}}
-    both = pl.explain(vit, batch, settings, target=[[0, 1], [2, 3]])["search"]
-    single = pl.explain(vit, batch, settings, target=[1, 3])["search"]
-    assert torch.equal(both.scores[:, 1], single.scores)
-
-
 def test_bad_priors_are_refused() -> None:
     vit = shared("vit")
     with pytest.raises(pl.PatchlightError, match="cannot be its prior"):

@@ -165,16 +165,6 @@ def test_several_ratios_pool_their_masks() -> None:
         assert torch.equal(masks[:, i::2], shown)
 
 
-def test_noise_fills_pixels_reproducibly() -> None:
-    vit = shared("vit", torch.float64)
-    request = resolve("tis", {"samples": 20, "unit": "patch"})
-    targets = Targets(torch.tensor([[1], [2]]))
-    (one,), (again,) = (compute(vit, images(vit, 2), [request], targets, 3)[1] for _ in range(2))
-    assert torch.equal(one, again)
-    zero = resolve("tis", {"samples": 20, "unit": "patch", "fill": "zero"})
-    assert not torch.allclose(one, compute(vit, images(vit, 2), [zero], targets, 3)[1][0])
-
-
 def test_classes_cost_nothing_and_masks_have_an_upper_number(monkeypatch: pytest.MonkeyPatch) -> None:
     vit = build("vit")
     seen: list[int] = []

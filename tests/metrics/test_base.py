@@ -181,12 +181,6 @@ def test_one_metric_under_several_names() -> None:
     assert found["grey"].settings["steps"] == 4
 
 
-def test_progress_and_order_of_batches() -> None:
-    seen: list[tuple[int, int]] = []
-    evaluate(maps(5), count=5, batch_size=2, progress=lambda done, all_: seen.append((done, all_)))
-    assert seen == [(2, 5), (4, 5), (5, 5)]
-
-
 def test_own_metrics_need_a_few_lines(first_pixel: str) -> None:
     given = maps(3)
     given[2, 0, 0] = 0

@@ -189,18 +189,6 @@ def test_random_maps_insert_as_they_delete_on_average() -> None:
     assert low <= found.mean <= high
 
 
-def test_a_batch_is_its_images_one_by_one() -> None:
-    vit = shared("vit")
-    batch, maps = images(vit, 3), without_ties(vit, 3).float()
-    together = pl.evaluate(vit, batch, maps, "ins-del", [0, 3, 5], steps=6, fill="noise")
-    for size in (1, 2):
-        again = pl.evaluate(vit, batch, maps, "ins-del", [0, 3, 5], steps=6, fill="noise", batch_size=size, chunk=5)
-        torch.testing.assert_close(again.values, together.values, atol=1e-5, rtol=0)
-    for i in range(3):
-        alone = pl.evaluate(vit, batch[i], maps[i : i + 1], "ins-del", [0, 3, 5][i], steps=6, fill="noise")
-        torch.testing.assert_close(alone.values[0], together.values[i], atol=1e-5, rtol=0)
-
-
 def test_ties_are_drawn_by_the_seed() -> None:
     vit = shared("vit", torch.float64)
     batch, maps = images(vit, 2), torch.zeros(2, *vit.grid, dtype=torch.float64)

@@ -400,26 +400,6 @@ def test_the_best_threshold_is_the_data_sets() -> None:
     assert found.resampled(weights).item() == 1
 
 
-def test_batches_and_single_images_agree() -> None:
-    maps, boxes, masks = random_maps(5), random_boxes(5), random_masks(5)
-    names = [
-        "pointing-game",
-        "energy-pointing",
-        "ap",
-        "pixel-accuracy",
-        "miou",
-        "map",
-        "f1",
-        "gt-known-loc",
-        "max-box-acc",
-    ]
-    together = measured(maps, names, boxes=boxes, masks=masks)
-    for i in range(5):
-        alone = measured(maps[i : i + 1], names, boxes=boxes[i : i + 1], masks=masks[i : i + 1])
-        for name in names:
-            torch.testing.assert_close(alone[name].values, together[name].values[i : i + 1], equal_nan=True)
-
-
 def test_intervals_of_micro_averages() -> None:
     found = measured(
         random_maps(30), ["miou", "pixel-accuracy", "max-box-acc"], masks=random_masks(30), boxes=random_boxes(30)

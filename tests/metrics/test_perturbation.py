@@ -216,19 +216,6 @@ def test_a_binary_head_is_measured() -> None:
     assert found["auc"].curve[:, 0].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["insertion", "deletion", "ins-del", "perturbation", "auc", "aopc", "lodds"])
-def test_values_lie_within_their_bounds_and_batches_equal_single_calls(name: str) -> None:
-    vit = shared("vit")
-    batch, maps = images(vit, 3), without_ties(vit, 3).float()
-    quick = METRICS[name].quick
-    together = pl.evaluate(vit, batch, maps, name, [0, 1, 2], **quick)
-    low, high = together.bounds
-    assert (together.values >= low).all()
-    assert (together.values <= high).all()
-    alone = [pl.evaluate(vit, batch[i], maps[i : i + 1], name, i, **quick).values for i in range(3)]
-    torch.testing.assert_close(torch.cat(alone), together.values, atol=1e-5, rtol=0)
-
-
 def test_pairs_have_probabilities_but_no_logarithms() -> None:
     vit = linear()
     batch = torch.randn(1, 3, 12, 16, dtype=torch.float64)
@@ -239,15 +226,6 @@ def test_pairs_have_probabilities_but_no_logarithms() -> None:
     torch.testing.assert_close(pair.values, one.values - two.values)
     with pytest.raises(pl.PatchlightError, match="pair of classes"):
         pl.evaluate(vit, batch, maps, "lodds", (0, 1), **given)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"points": 0}, {"low": -0.1}, {"high": 1.2}, {"quantity": "auc"}, {"direction": "up"}, {"fill": "plaid"}],
-)
-def test_settings_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(pl.PatchlightError, match="is not valid"):
-        resolve_metric("perturbation", wrong)
 
 
 @pytest.mark.accelerator
