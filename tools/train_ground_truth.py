@@ -4,7 +4,7 @@
 
 Scenes are generated while training, so that none is seen twice. In training for the task ``shortcut``, the watermark
 always names the class and the texture of the warm tile names it in three of four scenes. Training ends when the
-loss on new scenes is small and every check of ``patchlight.data.ground_truth.check_model`` is passed.
+loss on new scenes is small and every check of ``tools.ground_truth_checks.check_model`` is passed.
 
 Written to ``--out``: a ``TASK.safetensors`` (float16) for each task, and ``ground-truth.json``.
 """
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchlight.data.ground_truth import GRID, PATCH, TASKS, WARM, WATERMARK, Scenes, check_model, sample_scenes
+from patchlight.data.ground_truth import GRID, PATCH, TASKS, WARM, WATERMARK, Scenes, sample_scenes
 from patchlight.zoo.vit import PocketViT
+from tools.ground_truth_checks import answers, check_model
 
 ARCHITECTURE: dict[str, Any] = {
     "img_size": GRID * PATCH,
@@ -101,7 +102,7 @@ def train(task: str, device: str, steps: int, seed: int, threads: int) -> dict[s
 
 
 def _loss(model: nn.Module, scenes: Scenes, task: str) -> Tensor:
-    return F.cross_entropy(model(scenes.images().float() / 127.5 - 1), scenes.answers(task))
+    return F.cross_entropy(model(scenes.images().float() / 127.5 - 1), answers(scenes, task))
 
 
 def passes(shares: dict[str, float]) -> bool:

@@ -14,8 +14,9 @@ from patchlight.bench.recipe import override, parse, read_recipe
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
 from patchlight.data import open_data
-from patchlight.data.ground_truth import COLD, DOTS, SIGNS, TASKS, WARM, check_model, find_task, sample_scenes
+from patchlight.data.ground_truth import COLD, DOTS, SIGNS, TASKS, WARM, find_task, sample_scenes
 from patchlight.zoo import ground_truth
+from tools.ground_truth_checks import answers, check_model, resample
 
 YELLOW = torch.tensor([250.0, 230.0, 40.0])
 
@@ -45,9 +46,9 @@ def test_the_signs_decide_and_nothing_else(task: str) -> None:
     scenes = sample_scenes(200, generator)
     signs = find_task(task).signs
     rest = [sign for sign in range(len(SIGNS)) if sign not in signs]
-    other, moved = scenes.redrawn(rest, generator, ground=True), scenes.redrawn(signs, generator)
-    assert torch.equal(other.answers(task), scenes.answers(task))
-    assert (moved.answers(task) != scenes.answers(task)).any(1).double().mean() > 0.2
+    other, moved = resample(scenes, rest, generator, ground=True), resample(scenes, signs, generator)
+    assert torch.equal(answers(other, task), answers(scenes, task))
+    assert (answers(moved, task) != answers(scenes, task)).any(1).double().mean() > 0.2
     for both in (other, moved):
         assert all(len(set(row)) == len(SIGNS) for row in both.places.tolist())
     assert torch.equal(other.places[:, list(signs)], scenes.places[:, list(signs)])

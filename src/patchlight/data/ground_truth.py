@@ -6,8 +6,7 @@ decides one task is a distraction in another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -37,7 +36,7 @@ class Task:
     Attributes:
         classes: The names of its answers.
         signs: The signs that decide it; nothing else does.
-        about: What it asks.
+        cause: What decides it, in words.
     """
 
     classes: tuple[str, ...]
@@ -84,15 +83,8 @@ class Scenes:
     def __len__(self) -> int:
         return len(self.places)
 
-    def answers(self, task: str) -> Tensor:
-        """The share of each class [n,C] in the true answer: one class, or two halves where two textures are asked."""
-        count = len(find_task(task).classes)
-        if task == "mosaic":
-            warm, cold = (torch.nn.functional.one_hot(self.kinds[:, i], count) for i in (WARM, COLD))
-            return (warm + cold) / 2
-        return torch.nn.functional.one_hot(self._classes(task), count).float()
-
-    def _classes(self, task: str) -> Tensor:
+    def label(self, task: str, ask_cold: bool = False) -> Tensor:
+        """The class to explain [n]: the answer; of a mosaic, the texture of the warm or the cold tile."""
         plus, ring = self.present[:, PLUS], self.present[:, RING]
         if task == "count":
             return self.present[:, list(DOTS)].sum(1)
@@ -101,11 +93,9 @@ class Scenes:
             return (row >= GRID // 2) * 2 + (column >= GRID // 2).long()
         if task in ("either", "both"):
             return (plus | ring if task == "either" else plus & ring).long()
-        return self.kinds[:, WATERMARK if task == "shortcut" else WARM]
-
-    def label(self, task: str, ask_cold: bool = False) -> Tensor:
-        """The class to explain [n]: the answer; of a mosaic, the texture of the warm or the cold tile."""
-        return self.kinds[:, COLD if ask_cold else WARM] if task == "mosaic" else self._classes(task)
+        if task == "shortcut":
+            return self.kinds[:, WATERMARK]
+        return self.kinds[:, COLD if task == "mosaic" and ask_cold else WARM]
 
     def causes(self, task: str, label: Tensor) -> Tensor:
         """The patches [n,8,8] that decide for the class `label` [n]."""
@@ -130,19 +120,6 @@ class Scenes:
             cells[which, at] = torch.where(shown, sprite.clamp_min(0).to(torch.uint8), cells[which, at])
         cells = cells.view(-1, GRID, GRID, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
         return cells.reshape(len(self), 3, GRID * PATCH, GRID * PATCH)
-
-    def redrawn(self, signs: Sequence[int], generator: torch.Generator, ground: bool = False) -> Scenes:
-        """The same scenes with these signs sampled again (place, presence, kind), and the background if asked."""
-        fresh = sample_scenes(len(self), generator)
-        unchanged = [sign for sign in range(len(SIGNS)) if sign not in signs]
-        keys = torch.rand(len(self), GRID * GRID, generator=generator, device=generator.device)
-        keys.scatter_(1, self.places[:, unchanged], 2.0)
-        places, present, kinds = self.places.clone(), self.present.clone(), self.kinds.clone()
-        places[:, list(signs)] = keys.argsort(1)[:, : len(signs)]
-        present[:, list(signs)] = fresh.present[:, list(signs)]
-        said = [sign for sign in signs if sign < 3]
-        kinds[:, said] = fresh.kinds[:, said]
-        return Scenes(places, present, kinds, fresh.ground if ground else self.ground)
 
 
 def sample_scenes(count: int, generator: torch.Generator, shown: bool = False) -> Scenes:
@@ -242,43 +219,3 @@ def open_ground_truth(
         return Sources((), int(scene(name)[1]), [VERSION, seed, numbers[name]], {"masks"})
 
     return Data("ground-truth", list(numbers), read, chosen.classes, sources)
-
-
-def check_model(model: Any, task: str, count: int = 2000, seed: int = 1) -> dict[str, float]:
-    """Shares of right answers that show what a model of a task depends on.
-
-    `accuracy` on new scenes and `explained` on scenes as those that are explained; `follows`: after the deciding signs
-    alone were sampled again and the answer changed, the share of new answers; `ignores`: after all else was sampled
-    again, the share of unchanged answers; `without`: accuracy without the deciding signs where there is a chance level.
-
-    Args:
-        model: From normalised images [B,3,64,64] to logits.
-        task: Its task.
-        count: Number of scenes.
-        seed: Random seed.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    signs = find_task(task).signs
-    rest = [sign for sign in range(len(SIGNS)) if sign not in signs]
-
-    def right(scenes: Scenes, answers: Tensor | None = None) -> Tensor:
-        true = scenes.answers(task) if answers is None else answers
-        with torch.no_grad():
-            logits = torch.cat([model(part / 127.5 - 1) for part in scenes.images().float().split(500)])
-        most = (true > 0).sum(1)
-        places = logits.argsort(1, descending=True).argsort(1)
-        return ((places < most[:, None]) == (true > 0)).all(1).double()
-
-    plain, shown = sample_scenes(count, generator), sample_scenes(count, generator, shown=True)
-    moved, other = plain.redrawn(signs, generator), plain.redrawn(rest, generator, ground=True)
-    changed = (moved.answers(task) != plain.answers(task)).any(1)
-    gone = shown.present.clone()
-    gone[:, list(signs)] = False
-    return {
-        "accuracy": float(right(plain).mean()),
-        "explained": float(right(shown).mean()),
-        "follows": float(right(moved)[changed].mean()),
-        "ignores": float(right(other, plain.answers(task)).mean()),
-        "without": float(right(replace(shown, present=gone), shown.answers(task)).mean()),
-    }
