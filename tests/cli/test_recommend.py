@@ -37,11 +37,6 @@ def test_unreadable_images_are_told(folder: Path, tiny: pl.Anatomy) -> None:
         (("recommend", "--images", "nowhere"), "no image or folder at 'nowhere'"),
         (("recommend", "--images", "photos", "--budget", "soon"), "budget 'soon' is not a valid duration"),
         (("recommend", "--images", "photos", "--set", "steps=2"), "needs a method or metric"),
-        (("recommend", "--images", "photos", "--method", "genat"), "did you mean 'genatt'"),
-        (
-            ("recommend", "--images", "photos", "--resume"),
-            "--resume needs the folder of an earlier run; give it as --out",
-        ),
         ((*ASKED, "--images", "photos", "--budget", "0.001s"), "is too small for one image"),
     ],
 )

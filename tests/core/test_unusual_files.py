@@ -236,17 +236,6 @@ def test_names_that_are_no_text(tiny_model: pl.Anatomy, tmp_path: Path) -> None:
     assert b"caf\xe9.png,auto" in (tmp_path / "found.csv").read_bytes()
 
 
-def test_a_contrast_at_the_command_line(tiny_model: pl.Anatomy, tmp_path: Path) -> None:
-    Image.effect_noise((60, 60), 60).save(tmp_path / "a.png")
-    asked = ("explain", str(tmp_path / "a.png"), "--target", "cat", "--against", "dog", "--method", "ixg")
-    command(*asked, "--out", str(tmp_path / "b.png"), "--save", str(tmp_path / "maps"), says=("cat against dog",))
-    told = command(*asked, "--out", str(tmp_path / "c.png"), "--json")
-    (image,) = json.loads(told)["images"]
-    assert image["target"]["label"] == "cat"
-    assert image["against"] == {"index": 1, "label": "dog"}
-    assert pl.Attribution.load(tmp_path / "maps" / "a" / "ixg").captions == ("cat against dog",)
-
-
 def test_a_run_goes_on_past_a_map_that_is_not_finite(
     tiny_model: pl.Anatomy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,11 +222,6 @@ def test_what_is_wrong_with_one_image_is_told_when_it_is_read(folder: Path) -> N
     outside, flat = unreadable(open_data("files", folder, boxes="boxes.csv"))
     assert outside == "a box of 'a.png' is (1, 2, 60, 4), outside its image of 40 x 30"
     assert flat == "a box of 'b.jpg' is (5, 5, 5, 9); give xmin < xmax and ymin < ymax"
-    outlines = mask(folder.parent / "outlines" / "a.png", size=(30, 40)).parent
-    mask(outlines / "b.png", value=0)
-    other, empty = unreadable(open_data("files", folder, masks=outlines))
-    assert other == "the mask of 'a.png' is 30 x 40, but its image 40 x 30"
-    assert "has no object" in empty
     odd = {**ZEBRA, "segmentation": [[4, 2, 24, 2, 24]]}
     coco(folder / "coco.json", odd, {**ANT, "bbox": [30, 20, 30, 20]})
     polygon, outside = unreadable(open_data("files", folder, coco="coco.json"))

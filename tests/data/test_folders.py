@@ -80,13 +80,6 @@ def test_label_files_with_indices(tmp_path: Path) -> None:
     assert "cannot be read" in refused("folder", tmp_path / "images", labels=tmp_path / "absent.csv")
 
 
-def test_an_image_does_not_take_the_label_of_its_namesake(tmp_path: Path) -> None:
-    for name in ("x/1.png", "y/1.png"):
-        picture(tmp_path / "images" / name)
-    labels = write(tmp_path / "labels.csv", "x/1.png,3\n")
-    assert "no line for image 'y/1.png'" in refused("folder", tmp_path / "images", labels=labels)
-
-
 def test_mura(tmp_path: Path) -> None:
     root = tmp_path / "MURA-v1.1"
     names = [

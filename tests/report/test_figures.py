@@ -370,7 +370,6 @@ def test_the_command_writes_numbers(tmp_path: Path) -> None:
         (("figure", "skiplus-2"), "did you mean 'skipplus-2'"),
         (("figure", "skipplus-2", "--images", "nowhere"), "no image or folder at 'nowhere'"),
         (("figure", "skipplus-2", "--out", "a.doc"), "is not a figure file"),
-        (("figure", "skipplus-2", "--set", "shwon=1"), "did you mean 'shown'"),
     ],
 )
 def test_the_command_refuses_in_one_sentence(arguments: tuple[str, ...], words: str) -> None:

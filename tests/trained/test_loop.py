@@ -87,24 +87,6 @@ def test_killed_and_resumed_it_ends_with_the_same_weights_and_numbers(tmp_path: 
     assert {k: v for k, v in again.items() if k != "seconds"} == {k: v for k, v in last.items() if k != "seconds"}
 
 
-@pytest.mark.parametrize("stop", [3, 6, 9])
-def test_stopped_between_reports_it_keeps_what_was_not_told_yet(stop: int, tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    def halt(now: Told) -> None:
-        if now.step == stop:
-            raise Stop
-
-    whole, _ = teach(settings(checkpoint_steps=2), tmp_path / "whole")
-    with pytest.raises(Stop):
-        teach(settings(checkpoint_steps=2), tmp_path / "stopped", halt)
-    resumed, _ = teach(settings(checkpoint_steps=2), tmp_path / "stopped")
-    assert same(whole, resumed)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "stopped")
-    assert [int(row["step"]) for row in rows(tmp_path / "whole")] == [3, 6, 9, 12, 15, 18, 20]
-
-
 def test_a_run_that_is_done_is_left_and_a_longer_one_goes_on(tmp_path: Path) -> None:
     first, last = teach(settings(), tmp_path)
     again, same_last = teach(settings(), tmp_path)
