@@ -193,7 +193,7 @@ def page(runs: Mapping[str, RunTables], out: Path) -> str:
     draw(order, metrics, values, out / "all-methods.png")
     images = {model: main.images(model) for model in main.models}
     shown = " and ".join(f"{count} images with `{model}`" for model, count in images.items())
-    lines = ["# All methods beside each other", ""]
+    lines = ["# All methods in one table", ""]
     lines += [f"{len(order)} methods, {len(metrics)} tests, {shown}; the predicted class is explained.", ""]
     lines += [*sentences(main, order), "", "![Methods and tests](all-methods.png)", ""]
     lines += ["Numbers are means over both models. What the columns mean:", ""]

@@ -1,8 +1,8 @@
 """The page docs/results/all-methods.md: ``python -m tools.methods_overview docs/results``.
 
-It collects what other pages of results have measured: a row for each method, a column for each test. The picture and
-all from `MADE` on are written again; the words before it stay. ``tools.all_methods_page`` makes the page of a run of
-the recipe ``all-methods`` instead.
+It combines the measurements of other result pages: a row per method, a column per test. The chart and everything after
+the line `MADE` are regenerated; the text before it is not changed. ``tools.all_methods_page`` writes the page from a run
+of the recipe ``all-methods`` instead.
 """
 
 from __future__ import annotations
