@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.evidence.passes import run_pass
 from patchlight.evidence.runner import LayerJob
 from tests.completeness import totals
+from tests.dropping import assert_dropping_is_masking, shuffled_patches
 from tests.families import FAMILIES, PLAIN, build, images, shared
 
 
@@ -40,46 +38,11 @@ def test_parts_give_the_model(family: str) -> None:
     torch.testing.assert_close(vit.readout(halfway), logits, atol=1e-10, rtol=1e-10)
 
 
-class MaskKeys(TorchFunctionMode):
-    """Attention over all tokens, with the dropped ones masked out as keys."""
-
-    def __init__(self, keep: Tensor, vit: Anatomy) -> None:
-        super().__init__()
-        gone = torch.full((keep.shape[0], vit.tokens), -math.inf, dtype=vit.dtype)
-        gone[:, : vit.prefix] = 0
-        self.mask = gone.scatter(1, keep + vit.prefix, 0.0)[:, None, None, :]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            mask = kwargs.pop("attn_mask", None) if len(args) == 3 else args[3]
-            args = (*args[:3], self.mask if mask is None else self.mask + mask, *args[4:])
-        elif name == "softmax" and args[0].ndim == 4:
-            args = (args[0] + self.mask, *args[1:])
-        elif name == "multi_head_attention_forward":
-            heads = args[4]
-            batch, tokens = self.mask.shape[0], self.mask.shape[-1]
-            full = self.mask.expand(batch, heads, tokens, tokens).reshape(batch * heads, tokens, tokens)
-            kwargs["attn_mask"] = full
-        return func(*args, **kwargs)
-
-
 @pytest.mark.parametrize("family", PLAIN)
 def test_dropping_tokens_is_masking_them(family: str) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit)
-    patches = vit.grid[0] * vit.grid[1]
-    generator = torch.Generator().manual_seed(3)
-    keep = torch.stack([torch.randperm(patches, generator=generator)[: patches // 2] for _ in batch])
-    with torch.no_grad():
-        tokens = vit.embed(batch)
-        dropped = vit.readout(vit.run(tokens, keep=keep))
-        with MaskKeys(keep, vit):
-            full = vit.run(tokens)
-        masked = vit.readout(vit.gather(full, keep))
-    tolerance = 1e-5 if family == "hf-vit-eager" else 1e-10
-    torch.testing.assert_close(dropped, masked, atol=tolerance, rtol=tolerance)
+    dropped = assert_dropping_is_masking(vit, batch, tolerance=1e-5 if family == "hf-vit-eager" else 1e-10)
     assert (dropped - vit.logits(batch)).abs().max() > 1e-3, "dropping half the tokens changed nothing"
 
 
@@ -88,10 +51,8 @@ def test_positions_are_kept(family: str) -> None:
     """All tokens in another order give the same logits: each keeps its own position."""
     vit = shared(family, torch.float64)
     batch = images(vit)
-    patches = vit.grid[0] * vit.grid[1]
-    order = torch.randperm(patches, generator=torch.Generator().manual_seed(0)).expand(len(batch), -1)
     with torch.no_grad():
-        shuffled = vit.readout(vit.run(vit.embed(batch), keep=order))
+        shuffled = vit.readout(vit.run(vit.embed(batch), keep=shuffled_patches(vit, len(batch))))
     torch.testing.assert_close(shuffled, vit.logits(batch), atol=1e-10, rtol=1e-10)
 
 

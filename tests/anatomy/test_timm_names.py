@@ -14,8 +14,8 @@ from patchlight.anatomy.load import list_models
 from patchlight.anatomy.names import PLAIN, module_of
 from patchlight.anatomy.opened import Anatomy
 from patchlight.methods.requests import refusal, resolve
-from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals
+from tests.dropping import assert_dropping_is_masking
 from tests.families import CLASSES, images, randomise
 from tools.models import options
 from tools.models import small as narrow
@@ -61,7 +61,7 @@ def test_a_listed_name_is_read_as_it_is(name: str) -> None:
     if vit.depth == 0:
         return
     if vit.can_drop is None and vit.attention is None:
-        _dropping_is_masking(vit, batch)
+        assert_dropping_is_masking(vit, batch, tolerance=_limit(vit.dtype))
     if vit.can_rule is None:
         _agree(*totals(vit, batch))
     for method in ("genatt", "gradcam", "tokentm", "alti", "bt-t", "transatt", "decompx", "vit-cx", "kernel-shap"):
@@ -80,19 +80,9 @@ def _works_or_is_refused(vit: Anatomy, batch: torch.Tensor, method: str) -> None
         assert bool(scores.isfinite().all())
 
 
-def _dropping_is_masking(vit: Anatomy, batch: torch.Tensor) -> None:
-    patches = vit.grid[0] * vit.grid[1]
-    drawn = [torch.randperm(patches, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    keep = torch.stack(drawn)[:, : patches // 2]
-    with torch.no_grad():
-        tokens = vit.embed(batch)
-        dropped = vit.readout(vit.run(tokens, keep=keep))
-        with MaskKeys(keep, vit):
-            full = vit.run(tokens)
-        masked = vit.readout(vit.gather(full, keep))
-    _agree(dropped, masked)
-
-
 def _agree(a: torch.Tensor, b: torch.Tensor) -> None:
-    limit = 1e-9 if a.dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(a, b, atol=limit, rtol=limit)
+    torch.testing.assert_close(a, b, atol=_limit(a.dtype), rtol=_limit(a.dtype))
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return 1e-9 if dtype == torch.float64 else 1e-4

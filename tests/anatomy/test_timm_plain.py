@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import patchlight as pl
-from patchlight.anatomy.opened import Anatomy
 from patchlight.testing import check_method, contract_names
-from tests.anatomy.test_families import MaskKeys
 from tests.completeness import totals
+from tests.dropping import assert_dropping_is_masking, shuffled_patches
 from tests.families import RELATIVES, images, shared
 
 DROPS = ("relpos", "relpos-cls", "srelpos", "hybrid", "naflex", "naflex-map", "qwen3", "gemma4", "cait")
 READABLE = ("relpos", "relpos-cls", "srelpos", "hybrid", "naflex", "naflex-map", "qwen3", "qwen3-merge", "gemma4")
 QUICK = ("ixg", "gradcam", "genatt", "kernel-shap", "occlusion")
-
-
-def some(vit: Anatomy, count: int) -> Tensor:
-    patches = vit.grid[0] * vit.grid[1]
-    return torch.stack([torch.randperm(patches, generator=torch.Generator().manual_seed(i)) for i in range(count)])
 
 
 @pytest.mark.parametrize("family", RELATIVES)
@@ -47,21 +40,14 @@ def test_tokens_keep_their_places(family: str) -> None:
     vit = shared(family, torch.float64)
     batch = images(vit)
     with torch.no_grad():
-        shuffled = vit.readout(vit.run(vit.embed(batch), keep=some(vit, 3)))
+        shuffled = vit.readout(vit.run(vit.embed(batch), keep=shuffled_patches(vit, 3)))
     torch.testing.assert_close(shuffled, vit.logits(batch), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("family", [f for f in DROPS if f in READABLE])
 def test_dropping_tokens_is_masking_them(family: str) -> None:
     vit = shared(family, torch.float64)
-    keep = some(vit, 3)[:, : vit.grid[0] * vit.grid[1] // 2]
-    with torch.no_grad():
-        tokens = vit.embed(images(vit))
-        dropped = vit.readout(vit.run(tokens, keep=keep))
-        with MaskKeys(keep, vit):
-            full = vit.run(tokens)
-        masked = vit.readout(vit.gather(full, keep))
-    torch.testing.assert_close(dropped, masked, atol=1e-10, rtol=1e-10)
+    dropped = assert_dropping_is_masking(vit, images(vit))
     assert (dropped - vit.logits(images(vit))).abs().max() > 1e-3, "dropping half the tokens changed nothing"
 
 

@@ -19,36 +19,8 @@ from patchlight.anatomy import hub
 from patchlight.anatomy.weights import read_labels
 from patchlight.core.images import Preprocess
 from tests.anatomy.test_processors import model, picture
-from tests.helpers import command, refuses
-
-
-def folder_of(kind: str, folder: Path) -> str:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    vision = {**sizes, "image_size": 32, "patch_size": 16}
-    stem = kind.removesuffix("Model")
-    if stem in ("CLIP", "Siglip"):
-        text = {**sizes, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-        made = getattr(transformers, f"{stem}Config")(vision_config=vision, text_config=text, projection_dim=16)
-    else:
-        made = getattr(transformers, f"{stem}Config")(**vision)
-    getattr(transformers, kind)(made).save_pretrained(folder / kind)
-    return str(folder / kind)
-
-
-def test_a_folder_without_a_classifier(tmp_path: Path) -> None:
-    for kind in ("ViTModel", "Dinov2Model", "DeiTModel"):
-        name = folder_of(kind, tmp_path)
-        refuses(("no classifier", "Similar(images)"), pl.load, f"hf:{name}")
-    picture("square").save(tmp_path / "image.png")
-    command("explain", str(tmp_path / "image.png"), "--model", f"hf:{name}", code=2, says=("no classifier", "Linear"))
-
-
-def test_a_folder_of_an_image_text_model(tmp_path: Path) -> None:
-    for kind in ("CLIPModel", "SiglipModel"):
-        name = folder_of(kind, tmp_path)
-        refuses(("no classifier", "Texts(sentences)"), pl.load, f"hf:{name}")
-        refuses(("has no tokenizer", "processor="), pl.load, f"hf:{name}", texts=["a dog"])
+from tests.helpers import refuses
+from tests.pairs import transformers_model
 
 
 def test_a_checkpoint_with_holes(tmp_path: Path) -> None:
@@ -195,13 +167,11 @@ def test_a_misspelt_keyword_of_load(name: str, options: dict[str, Any], words: t
     refuses(words, pl.load, name, **options)
 
 
-def test_an_image_text_model_is_told_how_to_be_described(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-
+def test_an_image_text_model_is_told_how_to_be_described() -> None:
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.vision_model = transformers.CLIPModel.from_pretrained(folder_of("CLIPModel", tmp_path)).vision_model
+            self.vision_model = transformers_model("CLIPModel").vision_model
 
         def encode_text(self) -> None: ...
 

@@ -25,6 +25,7 @@ from patchlight.evidence.passes import run_pass
 from patchlight.methods.requests import resolve
 from patchlight.testing import spearman
 from tests.completeness import totals
+from tests.dropping import assert_dropping_is_masking
 from tests.families import CLASSES, build, images, shared
 from tests.helpers import assert_near, quick_map, refuses, tiny, tiny_timm, working_methods
 
@@ -318,21 +319,12 @@ def test_parallel_blocks(block: type[nn.Module]) -> None:
 
 
 def test_beit_with_a_shared_bias_drops_tokens() -> None:
-    from tests.anatomy.test_families import MaskKeys
-
     for unfused in (False, True):
         model = tiny_timm("beit_base_patch16_224", use_rel_pos_bias=False, use_shared_rel_pos_bias=True).double()
         for block in model.blocks:
             block.attn.fused_attn = not unfused
         vit = pl.wrap(model)
-        batch = images(vit, 2)
-        keep = torch.tensor([[0, 3, 5, 9], [1, 2, 14, 15]])
-        with torch.no_grad():
-            tokens = vit.embed(batch)
-            dropped = vit.readout(vit.run(tokens, keep=keep))
-            with MaskKeys(keep, vit):
-                full = vit.run(tokens)
-            assert_near(dropped, vit.readout(vit.gather(full, keep)), 1e-10)
+        assert_dropping_is_masking(vit, images(vit, 2))
 
 
 def _right_or_refused(vit: Anatomy, batch: Tensor, name: str) -> None:
