@@ -70,3 +70,5 @@ def test_a_range_outside_the_blocks_is_refused() -> None:
     for settings in ({"stop": 3}, {"start": 2, "stop": 1}):
         with pytest.raises(pl.Unsupported, match="not a range of the 3 blocks"):
             pl.explain(vit, images(vit, 1), "caap", **settings)
+    with pytest.raises(pl.Unsupported, match="2 patches has no middle; give an odd number"):
+        pl.explain(vit, images(vit, 1), "caap", window=2)

@@ -67,6 +67,8 @@ def _range(settings: Settings, depth: int) -> tuple[int, int]:
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.depth == 0 or vit.hierarchical or vit.pools_only or vit.several_states:
         return f"it inserts tokens after blocks that all have the same tokens, and {vit.name} has no such blocks"
+    if settings["window"] % 2 == 0:
+        return f"a window of {settings['window']} patches has no middle; give an odd number"
     first, last = _range(settings, vit.depth)
     if not first <= last < vit.depth:
         return f"start={first} and stop={last} are not a range of the {vit.depth} blocks, which are numbered from 0"
@@ -98,7 +100,7 @@ def caap(
     Args:
         start: The first block a; None: a quarter of the depth.
         stop: The last block b; None: the block before three quarters of the depth. With b = a one block is patched.
-        window: Side of the square of patches that is inserted; its middle gets the value.
+        window: Side of the square of patches that is inserted, an odd number; its middle gets the value.
         context: What the empty image shows, as a fill.
     """
     vit, cells = ask.vit, ask.vit.cells
