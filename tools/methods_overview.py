@@ -1,8 +1,8 @@
 """The page docs/results/all-methods.md: ``python -m tools.methods_overview docs/results``.
 
 It combines the measurements of other result pages: a row per method, a column per test. The chart and everything after
-the line `MADE` are regenerated; the text before it is not changed. ``tools.all_methods_page`` writes the page from a run
-of the recipe ``all-methods`` instead.
+the line `MADE` are regenerated; the text before it is not changed. ``tools.all_methods_page`` writes the page from a
+run of the recipe ``all-methods`` instead.
 """
 
 from __future__ import annotations
