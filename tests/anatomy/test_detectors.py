@@ -14,13 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.anatomy.detectors import prepared_by
 from patchlight.anatomy.heads.boxes import corners, iou
 from patchlight.anatomy.watching import Unseen
 from patchlight.core.errors import PatchlightError
 from patchlight.data import Batch
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import resolve_metric
-from patchlight.study.run import cells
+from patchlight.study.run import study_batch
 from patchlight.testing import check_method, contract_names
 from patchlight.zoo.shapes import SCENES
 from tests import detectors
@@ -133,6 +134,8 @@ def test_a_query_that_is_selected_again_is_refused_on_changed_images(name: str) 
     att = pl.explain(vit, images, "rise", head=pl.heads.Box(), samples=8)
     assert att.scores.any()
     assert att.head["held"] == "selection"
+    missed = pl.heads.Box(box=vit.detect(images, threshold=0)[0].box, label=0, missed=True)  # read by its match
+    assert pl.explain(vit, images, "rise", head=missed, samples=8).scores.any()
     with pytest.raises(PatchlightError):
         pl.explain(vit, images, "occlusion", unit="token")
 
@@ -355,9 +358,49 @@ def test_a_folder_opens_with_its_processor(tmp_path: Path) -> None:
     transformers.YolosImageProcessorPil(size={"height": 64, "width": 96}).save_pretrained(tmp_path)
     vit = pl.load(f"hf:{tmp_path}")
     assert (vit.preprocess.size, vit.preprocess.fit) == ((64, 96), "squash")
-    transformers.YolosImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 90}).save_pretrained(tmp_path)
-    with pytest.warns(pl.AssumedPreprocess, match="keeps the aspect of each photograph"):
-        assert pl.load(f"hf:{tmp_path}").preprocess.size == (64, 85)
+    transformers.YolosImageProcessorPil(size={"shortest_edge": 96, "longest_edge": 160}).save_pretrained(tmp_path)
+    with pytest.warns(pl.AssumedPreprocess, match="keeps the aspect of each photograph; all are resized to 96 x 128"):
+        assert pl.load(f"hf:{tmp_path}").preprocess.size == (96, 128)
+
+
+SQUARED: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
+    ("Owlv2ImageProcessor", {"size": {"height": 192, "width": 192}}, (192, 192), "pad"),
+    ("EomtImageProcessor", {"size": {"shortest_edge": 192, "longest_edge": 192}, "do_pad": True}, (192, 192), "pad"),
+    (
+        "SamImageProcessor",
+        {"size": {"longest_edge": 192}, "pad_size": {"height": 192, "width": 192}},
+        (192, 192),
+        "pad-mean",
+    ),
+    ("RfDetrImageProcessor", {"size": {"height": 192, "width": 192}}, (192, 192), "squash"),
+    ("RTDetrImageProcessor", {"size": {"height": 192, "width": 192}, "do_normalize": False}, (192, 192), "squash"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "size", "fit"), SQUARED)
+def test_photographs_are_prepared_as_published(kind: str, options: Any, size: tuple[int, int], fit: str) -> None:
+    """As the processors of published checkpoints do it, in pixels of the tiny models; less than one 256th apart."""
+    processor = getattr(transformers, kind)(**options)
+    preprocess = prepared_by(None, processor, {"name": "m"})["preprocess"]
+    assert (preprocess.size, preprocess.fit) == (size, fit)
+    photo = Image.open(SCENES / "scene-4.png").convert("RGB").crop((0, 0, 96, 60))
+    theirs = torch.as_tensor(processor(photo, return_tensors="pt")["pixel_values"][0])
+    apart = (preprocess.tensor(photo) - theirs).abs().mean((1, 2)) * torch.tensor(preprocess.std)
+    assert float(apart.max()) < 1 / 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "size"),
+    [
+        ("DPTImageProcessor", {"size": {"height": 70, "width": 70}, "keep_aspect_ratio": True}, (70, 70)),
+        ("MaskFormerImageProcessor", {"size": 96, "max_size": 400}, (96, 128)),
+        ("EomtImageProcessor", {"size": {"shortest_edge": 96}, "do_split_image": True, "do_pad": False}, (96, 96)),
+    ],
+)
+def test_one_size_for_photographs_whose_aspect_is_kept(kind: str, options: Any, size: tuple[int, int]) -> None:
+    with pytest.warns(pl.AssumedPreprocess, match=f"all are resized to {size[0]} x {size[1]} here"):
+        preprocess = prepared_by(None, getattr(transformers, kind)(**options), {"name": "m"})["preprocess"]
+    assert (preprocess.size, preprocess.fit) == (size, "squash")
 
 
 def test_owl_without_a_tokenizer_says_so() -> None:
@@ -435,7 +478,8 @@ def test_studies_prepare_the_question_for_every_image() -> None:
     vit = pocket().ask(pl.heads.Box())
     photos = [scene(0)[0], scene(2)[0]]
     batch = Batch([photo.name for photo in photos], vit.batch(photos), None, None, None, [])
-    found = list(cells(vit, batch, [resolve("genatt")], [resolve_metric("deletion", {"steps": 8})]))
+    plan = [(resolve("genatt"), [resolve_metric("deletion", {"steps": 8})])]
+    found = list(study_batch(vit, batch, plan).cells())
     alone = [
         pl.evaluate(vit, photo, pl.explain(vit, photo, "genatt"), "deletion", steps=8).values.item() for photo in photos
     ]

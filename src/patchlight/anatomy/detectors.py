@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.heads.boxes import Box, corners
-from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed, described
+from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed, described, read_options
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import alike
 from patchlight.anatomy.tasks import TaskAnatomy
@@ -471,29 +471,38 @@ def names_of(model: Any, labels: Sequence[str] | None) -> list[str]:
     return [str(names.get(i, f"class {i}")) for i in range(int(model.config.num_labels))]
 
 
+_FITS: Mapping[str, Literal["squash", "pad", "pad-mean"]]
+_FITS = {"RfDetr": "squash", "Owlv2": "pad", "Eomt": "pad", "SamImage": "pad-mean"}
+"""How processors whose names begin like this make a square; their rounding and smoothing are not quite ours."""
+
+
 def prepared_by(model: Any, processor: Any, about: dict[str, Any]) -> dict[str, Any]:
     """Keywords with the preprocessing of a processor; one that keeps the aspect of photographs becomes a fixed size."""
     processor = getattr(processor, "image_processor", processor)
     name = str(about.get("name") or getattr(model, "name_or_path", "") or type(model).__name__)
     if "preprocess" in about or processor is None:
         return about
-    size = dict(processor.size)
-    size = {key: int(value) for key, value in size.items() if value is not None}
-    changed = copy.copy(processor)
-    if "shortest_edge" in size:
-        short = size["shortest_edge"]
-        sides = short, min(size.get("longest_edge", short * 4 // 3), short * 4 // 3)
-        changed.size = {"height": sides[0], "width": sides[1]}
+    kind, split = type(processor).__name__, getattr(processor, "do_split_image", False)
+    fit = next((fit for start, fit in _FITS.items() if kind.startswith(start) and not split), None)
+    size = {key: int(value) for key, value in dict(processor.size).items() if value is not None}
+    if fit is None and "shortest_edge" not in size and not getattr(processor, "keep_aspect_ratio", False):
+        return {**about, "preprocess": as_processed(processor, 3, name)}
+    height = width = min(size.values()) if fit is None else max(size.values())
+    if "height" in size:
+        height, width = size["height"], size["width"]
+    elif fit is None and not split:
+        width = min(size.get("longest_edge", height * 4 // 3), height * 4 // 3)
+        width -= width % 32  # whole patches
+    if fit is None:
         warn(
-            f"the processor of {name} keeps the aspect of each photograph (shorter side {short}); all are resized to "
-            f"{sides[0]} x {sides[1]} here; give preprocess=pl.Preprocess((height, width), …) for another shape",
+            f"the processor of {name} keeps the aspect of each photograph; all are resized to {height} x {width} here; "
+            "give preprocess=pl.Preprocess((height, width), …) for another shape",
             AssumedPreprocess,
         )
-    if type(processor).__name__.startswith("Owlv2"):  # pads to a square, below and to the right
-        side = size["height"]
-        mean, std = (tuple(float(v) for v in each) for each in (processor.image_mean, processor.image_std))
-        return {**about, "preprocess": Preprocess((side, side), mean, std, 1.0, "bilinear", "pad", "down")}
-    return {**about, "preprocess": as_processed(changed, 3, name)}
+    changed = copy.copy(processor)
+    changed.size = {"height": height, "width": width}
+    read = read_options(changed, f"the {kind} of {name}", "give preprocess=pl.Preprocess((height, width), …)")
+    return {**about, "preprocess": replace(read, fit=fit or "squash", corner="down")}
 
 
 _KINDS: Mapping[str, type[DetectorAnatomy]] = {

@@ -380,7 +380,7 @@ def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
     """
     kind = type(processor).__name__
     otherwise = "pass preprocess=pl.Preprocess(…) to define its preprocessing"
-    read = _read_processor(processor, f"the {kind} of {name}", otherwise)
+    read = read_options(processor, f"the {kind} of {name}", otherwise)
     if channels not in (1, 3):
         return read
     try:
@@ -397,8 +397,8 @@ def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
     raise PatchlightError(f"the {kind} of {name} does more than resize, crop the centre and normalise; {otherwise}")
 
 
-def _read_processor(processor: Any, what: str, otherwise: str) -> Preprocess:
-    """Read the options of a processor, which computes (f x - mean) / std for bytes x.
+def read_options(processor: Any, what: str, otherwise: str) -> Preprocess:
+    """The preprocessing that the options of a processor describe, which computes (f x - mean) / std for bytes x.
 
     Our x / 255 needs mean and std divided by 255 f.
     """

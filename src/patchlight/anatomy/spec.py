@@ -27,7 +27,7 @@ class PreprocessSpec(Spec):
     std: Annotated[tuple[Spread, ...], Field(min_length=1)] | None = None
     crop_pct: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = None
-    fit: Literal["crop", "squash", "pad"] | None = None
+    fit: Literal["crop", "squash", "pad", "pad-mean"] | None = None
     corner: Literal["nearest", "down", "inward"] | None = None
 
 

@@ -46,7 +46,7 @@ class Preprocess:
         crop_pct: The share of the resized image that the crop keeps.
         interpolation: "bicubic", "bilinear", "nearest", "lanczos", "box" or "hamming".
         fit: Resize the shorter side to `size / crop_pct` ("crop"), both sides ("squash"), or the longer side, with
-            black below or on the right ("pad").
+            black ("pad") or the mean colour ("pad-mean") below or on the right.
         corner: How the corner of the crop is rounded if half a pixel is left: "nearest" as in timm and torchvision,
             "down" or "inward" (towards zero) as in transformers.
 
@@ -60,7 +60,7 @@ class Preprocess:
     std: tuple[float, ...] = IMAGENET_STD
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
-    fit: Literal["crop", "squash", "pad"] = "crop"
+    fit: Literal["crop", "squash", "pad", "pad-mean"] = "crop"
     corner: Literal["nearest", "down", "inward"] = "nearest"
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "strict": True}
@@ -75,6 +75,11 @@ class Preprocess:
 
     def crop(self, image: Image.Image) -> Image.Image:
         """The part of `image` that the model sees, at the model's input size."""
+        if self.fit == "pad-mean":
+            colour = tuple(round(255 * mean) for mean in self.mean)
+            square = Image.new(image.mode, self.framing(*image.size)[0][2:], colour if len(colour) > 1 else colour[0])
+            square.paste(image)
+            image = square
         return self._cut(image, _RESAMPLING.get(self.interpolation, Image.Resampling.BICUBIC))
 
     def mask(self, mask: torch.Tensor) -> torch.Tensor:
@@ -128,7 +133,7 @@ class Preprocess:
         part = (0, 0, width, height)
         if self.fit == "squash":
             size = (short_w, short_h)
-        elif self.fit == "pad":
+        elif self.fit in ("pad", "pad-mean"):
             longer = max(width * short_h, height * short_w)
             part, size = (0, 0, round(longer / short_h), round(longer / short_w)), (short_w, short_h)
         else:

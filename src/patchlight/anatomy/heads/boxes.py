@@ -56,13 +56,14 @@ class DetectionQuestion(Question):
     - class: log p / (1 - p) of p_{q*}(c*)
     - box: IoU(b_{q*}, b*)
 
-    By default gradients are those of "class" and removal reads "match"; where queries are chosen anew for every image,
-    both read "match".
+    By default gradients are those of "class" and removal reads "match", or "class" if the object was missed; where
+    queries are chosen anew for every image, both read "match".
     """
 
     tasks, annotations = ("detection",), ("boxes",)
     references: Sequence[Reference] = ()
     score: BoxScore | None = None
+    missed = False
     detector: Any = None
 
     def _about_queries(self) -> dict[str, Any]:
@@ -84,22 +85,23 @@ class DetectionQuestion(Question):
         q, c, box = held.query, held.label, held.box.to(boxes)
         overlap = iou(boxes, box)
         match = (overlap * chances[..., c]).amax(1)
-        if self.score == "match" or (self.score is None and self.detector.selects):
+        score = self.score or ("match" if self.detector.selects else "class" if self.missed else None)
+        if score == "match":
             return match, match
-        if self.score == "drise":
+        if score == "drise":
             same = torch.cosine_similarity(chances, held.chances.to(chances), 2)
             objectness = getattr(output, "objectness_logits", None)
             similar = (overlap * same * (1 if objectness is None else objectness.sigmoid())).amax(1)
             return similar, similar
         if self.detector.selects:
             self._check_held(held, boxes)
-        if self.score is None:
+        if score is None:
             return odds[:, q, c], match
-        if self.score == "class":
+        if score == "class":
             return odds[:, q, c], chances[:, q, c]
-        if self.score == "logit":
+        if score == "logit":
             return self.detector.class_logits(output)[:, q, c], chances[:, q, c]
-        shown = overlap[:, q] if self.score == "box" else boxes[:, q, SIDES.index(self.score)]
+        shown = overlap[:, q] if score == "box" else boxes[:, q, SIDES.index(score)]
         return shown, shown
 
     def _check_held(self, held: Reference, boxes: Tensor) -> None:
@@ -189,14 +191,12 @@ class Box(DetectionQuestion):
             raise PatchlightError(
                 "missed=True needs the box and the label of the object that was missed; give box= and label="
             )
-        if missed and score is not None:
-            raise PatchlightError("missed=True has a score of its own; leave out score=")
         if box is not None and len(box) != 4:
             raise PatchlightError(f"box has {len(box)} numbers; give left, top, right and bottom")
         self.detection = integer("detection", 0 if detection is None else detection, 0)
         self.query = None if query is None else integer("query", query, 0)
         self.box = None if box is None else tuple(box)
-        self.label, self.score, self.missed = label, "class" if missed else score, missed
+        self.label, self.score, self.missed = label, score, missed
         self.threshold = threshold
         self.labels = ["detection"]
 
