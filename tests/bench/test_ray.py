@@ -190,7 +190,9 @@ def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any
     threads = torch.get_num_threads()
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
-        run(chosen, tmp_path / "run", RunOptions(threads=2))
+        stop = Stop()
+        stop.requested.set()
+        run(chosen, tmp_path / "run", RunOptions(threads=2), stop)
         told = "the run was started with 2 threads, but no node of the Ray cluster has 2 CPUs, .*; use another --out"
         with pytest.raises(PatchlightError, match=told):
             run_ray(chosen, tmp_path / "run", cluster.address)

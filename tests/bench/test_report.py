@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from patchlight.bench.html import as_html
-from patchlight.bench.local import RunOptions, run
+from patchlight.bench.local import run
+from patchlight.bench.manifest import write_manifest
 from patchlight.bench.recipe import override
 from patchlight.bench.statistics import method_gaps
 from patchlight.bench.store import Store
@@ -22,14 +23,15 @@ from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import bootstrap_weights, percentiles
 from patchlight.study.ranking import SAMPLES
-from tests.bench.small import pictures, recipe, replaced
+from tests.bench.small import recipe, replaced
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    run(recipe(pictures(folder / "images")), folder / "run", RunOptions(text="# the recipe's own <words>"))
-    return folder / "run"
+def out(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report") / "run"
+    store = Store(Path(shutil.copytree(whole, folder)))
+    write_manifest(store.manifest_path, store.manifest().model_copy(update={"recipe": "# the recipe's own <words>"}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +118,11 @@ def test_html_is_whole_by_itself_and_the_same_for_equal_stores(out: Path, tables
     assert len(page) < 1e6
 
 
-def test_the_only_method_has_examples_and_newer_metadata_is_left_out(out: Path, tmp_path: Path) -> None:
+def test_the_only_method_has_examples_and_newer_metadata_is_left_out(images: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save
 
-    one = recipe(out.parent / "images")
+    one = recipe(images)
     one = one.model_copy(update={"methods": {"GenAtt": one.methods["GenAtt"]}, "published": {}})
     run(one, tmp_path / "run")
     for path in list((tmp_path / "run" / "maps").iterdir()):

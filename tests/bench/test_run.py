@@ -84,7 +84,7 @@ def test_rows_are_what_explain_and_evaluate_give(images: Path, whole: Path) -> N
 def test_a_new_method_leaves_the_others_alone(
     images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(recipe(images), tmp_path / "run")
+    shutil.copytree(whole, tmp_path / "run")
     asked = explained(monkeypatch)
     more = parse(text(images).replace('Random = "random"', 'Random = "random"\nRaw = "rawatt"'))
     summary = run(more, tmp_path / "run")
@@ -266,15 +266,15 @@ def flaky(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_failures_are_kept_until_a_retry_and_do_not_come_back(tmp_path: Path, flaky: Path) -> None:
-    folder = pictures(tmp_path / "images", 4)
+    folder = pictures(tmp_path / "images", 2)
     one = text(folder).replace('Random = "random"', 'Random = "test-flaky"')
     more = [parse(f'{one}\n[methods.{name}]\nmethod = "rawatt"') for name in ("A", "B", "C", "D")]
     for each in (parse(one), *more[:3]):
-        assert sum(run(each, tmp_path / "run").failures.values()) == 4 * 2
+        assert sum(run(each, tmp_path / "run").failures.values()) == 2 * 2
     flaky.touch()
-    assert sum(run(parse(one), tmp_path / "run").failures.values()) == 4 * 2
+    assert sum(run(parse(one), tmp_path / "run").failures.values()) == 2 * 2
     mended = run(parse(one), tmp_path / "run", RunOptions(retry=True))
-    assert (mended.before, mended.now, mended.failures) == (24, 8, {})
+    assert (mended.before, mended.now, mended.failures) == (12, 4, {})
     assert run(more[3], tmp_path / "run").failures == {}
     for steps in range(4, 10):  # whatever their checksums, the last of two files of a unit is believed
         own = override(more[3], settings={"Del": {"steps": steps}})
@@ -334,9 +334,8 @@ def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp
     assert not any(one.row.error or one.map is None for one in known.values())
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_full_or_read_only_disk_is_told_and_loses_nothing(
-    images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, number: int
+def test_a_full_disk_is_reported_and_loses_nothing(
+    images: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import patchlight.core.files as files
 
@@ -346,11 +345,11 @@ def test_a_full_or_read_only_disk_is_told_and_loses_nothing(
         nonlocal written
         written += 1
         if written > 5:
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(handle)
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(PatchlightError, match=os.strerror(number)):
+    with pytest.raises(PatchlightError, match=os.strerror(errno.ENOSPC)):
         run(recipe(images), tmp_path / "run")
     monkeypatch.undo()
     assert not list((tmp_path / "run").rglob(".*")), "no half files are left"
