@@ -19,13 +19,14 @@ from patchlight.cli.recipes import RecipeOptions, list_recipes
 from patchlight.cli.sharing import compare, explain_unused, export, merge, print_per_image
 from patchlight.cli.slurm import print_job
 from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.files import write_atomic
 
 if TYPE_CHECKING:
     from patchlight.bench.events import Event, Listener
     from patchlight.bench.local import Summary
 
 bench = group("bench", "Measure methods on models and data, as a recipe describes.")
-Folder = Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FOLDER")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER")]
 REASONS_SHOWN = 8
 STYLES = ("markdown", "latex", "csv", "per-image")
 
@@ -33,13 +34,13 @@ STYLES = ("markdown", "latex", "csv", "per-image")
 @command
 def run(
     chosen: RecipeOptions,
-    out: Annotated[Path, typer.Option(help="Run folder; resumes if it exists.")],
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; with --device cuda:all one per GPU.")] = None,
+    out: Path,
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
     shard: str | None = None,
     ray: str | None = None,
     retry: bool = False,
     source: Path | None = None,
-    as_json: Annotated[bool, typer.Option(help="Print events, one line of JSON each.")] = False,
+    as_json: bool = False,
 ) -> None:
     """Run a recipe. Finished values are kept; failures are counted and do not stop the run.
 
@@ -111,13 +112,7 @@ def status(folder: Folder, as_json: bool = False) -> None:
 def report(
     folder: Folder,
     html: Path | None = None,
-    style: Annotated[
-        str | None,
-        typer.Option(
-            help="What to print: markdown (default), latex, csv, or per-image (CSV with a line per value).",
-            autocompletion=one_of(*STYLES),
-        ),
-    ] = None,
+    style: Annotated[str | None, typer.Option(autocompletion=one_of(*STYLES))] = None,
     baseline: str | None = None,
     plugin: Plugin = None,
 ) -> None:
@@ -132,13 +127,13 @@ def report(
         print_per_image(folder)
         return
     with progress("reading the run"):
-        from patchlight.bench.html import write_html
+        from patchlight.bench.html import as_html
         from patchlight.bench.tables import as_csv, as_latex, as_markdown, read_tables
 
         tables = read_tables(folder)
     if html is not None:
         with progress("writing the report"):
-            write_html(tables, html)
+            write_atomic(html, as_html(tables).encode(errors="backslashreplace"))
         say(f"Wrote {html}")
     if style is not None or html is None:
         show_text({"latex": as_latex, "csv": as_csv}.get(style or "", partial(as_markdown, against=baseline))(tables))

@@ -23,24 +23,12 @@ if TYPE_CHECKING:
 @command
 def evaluate(
     *,
-    maps: Annotated[
-        Path | None, typer.Argument(help="Folder of maps that `patchlight explain --save` wrote.", metavar="MAPS")
-    ] = None,
+    maps: Annotated[Path | None, typer.Argument(metavar="MAPS")] = None,
     images: Path | None = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Metrics, separated by commas. Default: ins-del, in 28 steps.")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Methods, separated by commas. Default: auto, or with MAPS all methods that are saved there."
-        ),
-    ] = None,
+    metric: str | None = None,
+    method: str | None = None,
     model: ModelOptions,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Class to measure, a name or index, or 'label' for the true class. Default: the prediction."),
-    ] = None,
+    target: str | None = None,
     data: str | None = None,
     listed: str | None = None,
     preset: Annotated[str | None, typer.Option(autocompletion=complete_preset)] = None,

@@ -34,8 +34,8 @@ TABLE_ROWS = 50
 
 @command
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures; earlier ones are replaced.")] = Path("demo"),
-    open_it: Annotated[bool, typer.Option(help="Open the first picture.")] = False,
+    out: Path = Path("demo"),
+    open_it: bool = False,
     as_json: bool = False,
 ) -> None:
     """Explain bundled photographs with the bundled model, and write two pictures."""
@@ -93,18 +93,13 @@ def _draw_contrast(att: Attribution, photo: Path, path: Path) -> None:
 def explain(
     *,
     context: typer.Context,
-    paths: Annotated[
-        list[str],
-        typer.Argument(help="Images, or folders of images; for a video model, folders of frames.", metavar="PATH"),
-    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH")],
     method: str = "auto",
     model: ModelOptions,
     question: QuestionOptions,
     target: str | None = None,
     against: str | None = None,
-    out: Annotated[
-        str | None, typer.Option(help="File for one figure, or folder for one per image. Default: IMAGE-explained.png.")
-    ] = None,
+    out: str | None = None,
     settings: list[str] | None = None,
     unit: str | None = None,
     explainer: Path | None = None,
@@ -112,7 +107,7 @@ def explain(
     report: str | None = None,
     score: str | None = None,
     seed: int = 0,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Images at once. Default: what fits memory.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
     force: bool = False,
     as_json: bool = False,
 ) -> None:

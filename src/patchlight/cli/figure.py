@@ -20,25 +20,17 @@ from patchlight.core.errors import PatchlightError
 @command
 def figure(
     *,
-    name: Annotated[
-        str | None,
-        typer.Argument(help="Name of the figure. `patchlight figures` lists them.", autocompletion=complete_figure),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(autocompletion=complete_figure)] = None,
     model: ModelOptions,
-    images: Annotated[
-        list[Path] | None, typer.Option(help="Images: a folder, or files. Repeatable. Default: bundled photographs.")
-    ] = None,
+    images: list[Path] | None = None,
     data: str | None = None,
     listed: str | None = None,
     limit: Annotated[int | None, typer.Option(min=1)] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Class to explain, a name or index. Default: the label if known, or the prediction."),
-    ] = None,
+    target: str | None = None,
     other: str | None = None,
     other_weights: Path | None = None,
     explainer: Path | None = None,
-    out: Annotated[Path | None, typer.Option(help="File to write: .pdf, .svg or .png. Default: NAME.pdf.")] = None,
+    out: Path | None = None,
     numbers: Path | None = None,
     settings: list[str] | None = None,
     seed: int = 0,
@@ -89,9 +81,7 @@ def figure(
 
 @command
 def figures(
-    name: Annotated[
-        str | None, typer.Argument(help="One figure, to see its settings.", autocompletion=complete_figure)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(autocompletion=complete_figure)] = None,
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:

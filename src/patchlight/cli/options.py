@@ -301,8 +301,9 @@ class TrainedModelOptions(ModelOptions):
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a command for `add_commands`.
 
-    A parameter that is a dataclass becomes an option for each of its fields. `OPTIONS` says what an option is for.
-    `--debug` is added. An error becomes one sentence and an exit code.
+    A parameter that is a dataclass becomes an option for each of its fields. help.toml says what an option is for, in
+    `[commands.NAME]` of the function or the dataclass, else in `[options]`. `--debug` is added. An error becomes one
+    sentence and an exit code.
     """
     parameters = _parameters(function)
     bundles: dict[str, Any] = {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
@@ -311,6 +312,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         for name, parameter in parameters.items()
         for each, one in (_parameters(bundles[name]) if name in bundles else {name: parameter}).items()
     }
+    owners = (function, *bundles.values())
+    texts = {name: text for owner in owners for name, text in _HELP["commands"].get(owner.__name__, {}).items()}
     options.setdefault("debug", inspect.Parameter("debug", _KEYWORD, default=False, annotation=bool))
 
     @functools.wraps(function)
@@ -322,7 +325,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             function(**arguments)
 
     ordered = sorted(options.values(), key=lambda one: _ORDER.get(one.name, -1))
-    shown = [one.replace(annotation=_as_option(one)) for one in ordered]
+    shown = [one.replace(annotation=_as_option(one, texts.get(one.name))) for one in ordered]
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in shown}
     del run.__wrapped__
@@ -332,14 +335,17 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
-def _as_option(parameter: inspect.Parameter) -> Any:
+def _as_option(parameter: inspect.Parameter, text: str | None) -> Any:
     """The annotation of a parameter for typer: with its flag, kind of value, help, panel and completion."""
     kind, *infos = get_args(parameter.annotation) if _is_annotated(parameter) else (parameter.annotation,)
-    if parameter.name not in _PLACES or (infos and isinstance(infos[0], ArgumentInfo)):
+    if parameter.name not in _PLACES and not infos:
         return parameter.annotation
     info = copy.copy(infos[0]) if infos else typer.Option()
-    info.rich_help_panel, info.metavar, text = _PLACES[parameter.name]
     info.help = info.help or text
+    if parameter.name not in _PLACES or isinstance(info, ArgumentInfo):
+        return Annotated[kind, info]
+    info.rich_help_panel, info.metavar, usual = _PLACES[parameter.name]
+    info.help = info.help or usual
     info.autocompletion = info.autocompletion or _COMPLETIONS.get(parameter.name)
     if parameter.default is not True:  # else the flag has a negative, --no-…
         info.default = flag_of(parameter.name)

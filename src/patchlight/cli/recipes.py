@@ -35,43 +35,22 @@ def data_place(images: str | None, kind: str | None) -> str | None:
 class RecipeOptions:
     """The options that choose and change a recipe: `recipe` is the result, `text` the text of its file."""
 
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="Name of a bundled recipe (`patchlight bench list`), or a TOML file.",
-            metavar="RECIPE",
-            autocompletion=complete_recipe,
-        ),
-    ]
+    name: Annotated[str, typer.Argument(metavar="RECIPE", autocompletion=complete_recipe)]
     quick: bool = False
-    images: Annotated[str | None, typer.Option(help="Folder of the data set.")] = None
+    images: str | None = None
     data: str | None = None
     listed: str | None = None
     limit: Annotated[int | None, typer.Option(min=1)] = None
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="LABEL=NAME uses your model for the one with this label; NAME if there is only one. Repeatable."
-        ),
-    ] = None
-    weights: Annotated[list[str] | None, typer.Option(help="Weights of each --model, in order.")] = None
-    labels: Annotated[list[str] | None, typer.Option(help="Class names of each --model, in order.")] = None
-    preprocess: Annotated[
-        list[str] | None,
-        typer.Option(help="Preprocessing of each --model, in order: a file, or the folder of a processor."),
-    ] = None
+    model: list[str] | None = None
+    weights: list[str] | None = None
+    labels: list[str] | None = None
+    preprocess: list[str] | None = None
     sigmoid: bool = False
     no_pretrained: bool = False
-    target: Annotated[
-        str | None,
-        typer.Option(help="Class to explain: label or prediction.", autocompletion=one_of("label", "prediction")),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(help="A setting of a method or metric of the recipe, as label.key=value. Repeatable."),
-    ] = None
+    target: Annotated[str | None, typer.Option(autocompletion=one_of("label", "prediction"))] = None
+    settings: list[str] | None = None
     plugin: Plugin = None
-    seed: Annotated[int | None, typer.Option(help="Random seed. Default: the recipe's.")] = None
+    seed: int | None = None
     device: str = "cpu"
 
     @functools.cached_property
@@ -105,9 +84,7 @@ class RecipeOptions:
 
 @command
 def list_recipes(
-    name: Annotated[
-        str | None, typer.Argument(help="One recipe, to print its TOML.", autocompletion=complete_recipe)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(autocompletion=complete_recipe)] = None,
     as_json: bool = False,
 ) -> None:
     """List the bundled recipes with their papers, metrics, models and data, or print one."""

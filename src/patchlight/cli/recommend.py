@@ -21,18 +21,10 @@ def recommend(
     data: str | None = None,
     listed: str | None = None,
     budget: str = "10m",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the verdict (JSON, text, HTML) and the measurements.")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="Methods, separated by commas. Default: all that work on the model and fit the budget."),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(help="Metrics, separated by commas; the first decides. Default: srg with two fills."),
-    ] = None,
-    resume: Annotated[bool, typer.Option(help="Continue with the measurements in --out.")] = False,
+    out: Path | None = None,
+    method: str | None = None,
+    metric: str | None = None,
+    resume: bool = False,
     worth: Annotated[float, typer.Option(min=0.0)] = 0.01,
     model: ModelOptions,
     settings: list[str] | None = None,

@@ -25,7 +25,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     token: Annotated[str | None, typer.Option(envvar="PATCHLIGHT_TOKEN")] = None,
     allow_host: list[str] | None = None,
-    open_it: Annotated[bool, typer.Option(help="Open the page in a browser.")] = False,
+    open_it: bool = False,
     model: ModelOptions,
 ) -> None:
     """Start the interactive web page: maps of an image, patches to hide, and a faithfulness test."""

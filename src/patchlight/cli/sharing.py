@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @command
 def merge(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or exports of them.", metavar="FOLDER")],
+    runs: Annotated[list[Path], typer.Argument(metavar="FOLDER")],
     out: Path,
     as_json: bool = False,
 ) -> None:
@@ -40,8 +40,8 @@ def merge(
 
 @command
 def compare(
-    first: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FIRST")],
-    second: Annotated[Path, typer.Argument(help="Folder of another run.", metavar="SECOND")],
+    first: Annotated[Path, typer.Argument(metavar="FIRST")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND")],
     style: Annotated[str, typer.Option(autocompletion=one_of("markdown", "csv"))] = "markdown",
     plugin: Plugin = None,
     as_json: bool = False,
@@ -67,7 +67,7 @@ def compare(
 
 @command
 def export(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="FOLDER")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     out: Path,
     licence: str | None = None,
     data_licence: str | None = None,

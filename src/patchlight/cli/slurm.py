@@ -17,7 +17,7 @@ from patchlight.cli.recipes import RecipeOptions
 @command
 def print_job(
     chosen: RecipeOptions,
-    out: Annotated[Path, typer.Option(help="Run folder, on a file system that all tasks share.")],
+    out: Path,
     array: str,
     time: str,
     cpus: Annotated[int | None, typer.Option(min=1)] = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from patchlight.cli.common import print_json, print_table, progress, say, show, show_text
-from patchlight.cli.complete import complete_method, complete_metric, complete_model
+from patchlight.cli.complete import complete_method, complete_metric
 from patchlight.cli.names import Row, find_row, known_names
 from patchlight.cli.names import table as names
 from patchlight.cli.options import ModelOptions, Plugin, command
@@ -19,12 +19,8 @@ from patchlight.core.errors import PatchlightError, match_names, nearest
 
 @command
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="One method, to see its formula and settings.", autocompletion=complete_method)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Show which methods work on this model.", autocompletion=complete_model)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(autocompletion=complete_method)] = None,
+    model: str | None = None,
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:
@@ -73,9 +69,7 @@ def _works(row: Row) -> tuple[str, ...]:
 
 @command
 def metrics(
-    name: Annotated[
-        str | None, typer.Argument(help="One metric, to see its formula and settings.", autocompletion=complete_metric)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(autocompletion=complete_metric)] = None,
     plugin: Plugin = None,
     as_json: bool = False,
 ) -> None:
@@ -102,7 +96,7 @@ def _better(row: Row) -> str:
 
 @command
 def models(
-    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern such as 'deit*'.")] = "",
+    pattern: Annotated[str, typer.Argument()] = "",
     as_json: bool = False,
 ) -> None:
     """List the models that can be loaded by name."""

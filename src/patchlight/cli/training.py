@@ -23,28 +23,22 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="TrainingRecipe")
 diffmask = group("diffmask", "Train, import or test a VISION DIFFMASK explainer.")
 shapley = group("shapley", "Train a ViT-Shapley explainer.")
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="Preset: default (ours), paper (the paper's text) or authors (their released code).",
-        autocompletion=one_of("default", "paper", "authors"),
-    ),
-]
+Preset = Annotated[str | None, typer.Option(autocompletion=one_of("default", "paper", "authors"))]
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """The options of a training, besides those of its model."""
 
-    out: Annotated[Path, typer.Option(help="Folder for the explainer; an interrupted training there is resumed.")]
+    out: Path
     recipe: Annotated[str | None, typer.Option(autocompletion=complete_recipe)] = None
-    images: Annotated[str | None, typer.Option(help="Folder of images, or of CIFAR-10.")] = None
+    images: str | None = None
     data: str | None = None
     listed: str | None = None
     held_out: str | None = None
     settings: list[str] | None = None
-    workers: Annotated[int, typer.Option(min=0, help="Processes that read images.")] = 0
-    resume: Annotated[bool, typer.Option(help="Whether to resume a training in the folder.")] = True
+    workers: Annotated[int, typer.Option(min=0)] = 0
+    resume: bool = True
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -99,13 +93,7 @@ def train_gates(
 def train_values(
     training: TrainingOptions,
     model: TrainedModelOptions,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset: default, paper (the paper's text) or code (the authors' code).",
-            autocompletion=one_of("default", "paper", "code"),
-        ),
-    ] = None,
+    preset: Annotated[str | None, typer.Option(autocompletion=one_of("default", "paper", "code"))] = None,
     as_json: bool = False,
 ) -> None:
     """Train ViT-Shapley for a model: a network that gives the Shapley values of all patches in one forward pass."""
@@ -132,10 +120,8 @@ def train_values(
 
 @command
 def import_file(
-    file: Annotated[
-        Path, typer.Argument(help="Checkpoint of the authors' code (.ckpt), or its tensors (.safetensors).")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the explainer.")],
+    file: Annotated[Path, typer.Argument()],
+    out: Path,
     model: ModelOptions,
     alpha: float | None = None,
     as_json: bool = False,
@@ -155,7 +141,7 @@ def import_file(
 
 @command
 def counting(
-    out: Annotated[Path, typer.Option(help="Folder for the ViT, the explainer and the table.")],
+    out: Path,
     size: str = "small",
     preset: Preset = None,
     seed: int = 0,
