@@ -220,7 +220,7 @@ def _print(done: WrittenFiles, methods_used: common.UsedMethods, options: dict[s
         shares = [f"{percent(share)} by {name}" for name, share in image.get("inside", {}).items()]
         if shares:
             region = f"{image['place']} of {image['target']['label']}"
-            common.show(f"Inside the {region}: {', '.join(shares)} of the positive scores.")
+            common.show(f"Share of the positive scores inside the {region}: {', '.join(shares)}.")
         if image.get("words"):
             gains = ", ".join(f"{each['word']} {each['gain']:.1f}" for each in image["words"])
             common.show(f"The image adds, in nats: {gains}. Words with 0.0 follow from the question alone.")
