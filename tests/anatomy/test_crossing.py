@@ -414,7 +414,7 @@ def test_time_sformer_says_why_it_needs_every_cell() -> None:
     with vit.steady(), torch.no_grad():
         tokens = vit.embed(inputs("TimeSformer", 1))
         assert vit.block(0, vit.gather(tokens, keep), keep).isfinite().all()
-        assert vit.see_drop(tokens)
+        assert vit.why_not_drop(tokens)
 
 
 _CVT = "the gradient that torch gives for one image alone differs from that in a batch, and from finite differences"

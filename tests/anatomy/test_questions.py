@@ -10,7 +10,7 @@ from torch import Tensor
 
 import patchlight as pl
 from patchlight.anatomy.heads import Question
-from patchlight.anatomy.locating import found_in, located
+from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.core.errors import PatchlightError
 
@@ -48,9 +48,9 @@ def detector() -> pl.Anatomy:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    found = found_in(model, lambda net, images: net(images), (3, 64, 96), "yolos")
+    found = find_blocks(model, lambda net, images: net(images), (3, 64, 96), "yolos")
     about = {"name": "yolos", "preprocess": pl.Preprocess((64, 96))}
-    vit = _Detector(model, **about, **located(found, (64, 96), 0, "yolos"))
+    vit = _Detector(model, **about, **locate_tokens(found, (64, 96), 0, "yolos"))
     vit.check()
     return vit
 

@@ -141,9 +141,9 @@ def test_the_states_read_and_the_parts(kind: str) -> None:
     assert vit.reads == MODELS[kind][1]
     images = inputs(vit, 2)
     with vit.steady(), torch.no_grad():
-        whole = vit.whole(images)
+        whole = vit.model_output(images)
         torch.testing.assert_close(vit.readout(vit.run(vit.embed(images))), whole, atol=1e-5, rtol=1e-5)
-        assert not torch.allclose(whole, vit.whole(torch.zeros_like(images)), atol=1e-5)
+        assert not torch.allclose(whole, vit.model_output(torch.zeros_like(images)), atol=1e-5)
     with pytest.raises(Unsupported, match="reads a whole grid, so no patch can be taken out"):
         vit.check_droppable()
 
@@ -354,7 +354,7 @@ def test_only_the_context_is_removed(insert: bool) -> None:
         hidden[order[count:] if insert else order[:count]] = 1
         hidden = hidden.view(4, 4).repeat_interleave(16, 0).repeat_interleave(16, 1)
         with vit.steady(), torch.no_grad():
-            values.append(float(asked.whole(torch.where(hidden > 0, 0.0, image))[0, len(asked.labels)]))
+            values.append(float(asked.model_output(torch.where(hidden > 0, 0.0, image))[0, len(asked.labels)]))
     assert found.curve is not None
     torch.testing.assert_close(found.curve[0].double(), torch.tensor(values).double(), atol=1e-5, rtol=1e-5)
 
@@ -442,7 +442,7 @@ def test_a_saved_folder_opens(kind: str, tmp_path: Any) -> None:
     vit = pl.load(f"hf:{tmp_path}", preprocess=pl.Preprocess((64, 64)))
     images = inputs(vit)
     with vit.steady(), torch.no_grad():
-        torch.testing.assert_close(vit.whole(images), opened(kind).whole(images))
+        torch.testing.assert_close(vit.model_output(images), opened(kind).model_output(images))
 
 
 def test_the_bundled_segmenter() -> None:

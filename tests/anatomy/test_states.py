@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.heads import Question
-from patchlight.anatomy.locating import found_in, located
+from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.passes import run_pass
@@ -78,8 +78,8 @@ def _opened(model: nn.Module, backbone: str) -> pl.Anatomy:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    found = found_in(model, lambda net, images: net.get_submodule(backbone)(images), (3, 64, 64), "map")
-    vit = _Map(model, name="map", preprocess=pl.Preprocess((64, 64)), **located(found, (64, 64), 0, "map"))
+    found = find_blocks(model, lambda net, images: net.get_submodule(backbone)(images), (3, 64, 64), "map")
+    vit = _Map(model, name="map", preprocess=pl.Preprocess((64, 64)), **locate_tokens(found, (64, 64), 0, "map"))
     vit.check()
     return vit
 
@@ -104,7 +104,7 @@ def test_the_probe_finds_the_states_read(opened: dict[str, pl.Anatomy]) -> None:
 def test_parts_equal_the_whole(vit: pl.Anatomy) -> None:
     with vit.steady(), torch.no_grad():
         logits = vit.readout(vit.run(vit.embed(IMAGES)))
-        torch.testing.assert_close(logits, vit.whole(IMAGES), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(logits, vit.model_output(IMAGES), atol=1e-6, rtol=1e-5)
 
 
 def test_each_state_found_changes_the_output_and_no_other_does(vit: pl.Anatomy) -> None:

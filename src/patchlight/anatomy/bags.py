@@ -63,19 +63,19 @@ class BagAnatomy(DescribedAnatomy):
         features: int,
         parts: tuple[Callable[[Tensor], Tensor], Sequence[nn.Module], Callable[[Tensor], Tensor]] | None,
         output: Output | None,
-        **about: Any,
+        **facts: Any,
     ) -> None:
         self.output, self.pools_only, self._tiles = output, parts is None, Tiles()
         self.reading = "" if output is None else repr(getattr(output, "__code__", output))
         self._form = "batch"
         self._branches = 1
-        self._pooling_given = "pooling" in about
+        self._pooling_given = "pooling" in facts
         embed, blocks, readout = parts or (_unchanged, [], _unchanged)
-        pooling = "cls" if about.get("prefix") else "avg"
+        pooling = "cls" if facts.get("prefix") else "avg"
         size = (PROBED, 1)
         start = {"prefix": 0, "pooling": pooling, "heads": 1, "classes": 1, "name": type(model).__name__}
-        about = {**start, **about, "grid": size, "preprocess": Preprocess(size, (0.0,), (1.0,)), "channels": features}
-        super().__init__(model, embed=embed, blocks=blocks, readout=readout, **about)
+        facts = {**start, **facts, "grid": size, "preprocess": Preprocess(size, (0.0,), (1.0,)), "channels": features}
+        super().__init__(model, embed=embed, blocks=blocks, readout=readout, **facts)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -98,7 +98,7 @@ class BagAnatomy(DescribedAnatomy):
         with self._showing(tokens):
             return self._logits(tokens) if self.pools_only else super().features(tokens)
 
-    def whole(self, images: Tensor) -> Tensor:
+    def model_output(self, images: Tensor) -> Tensor:
         return self._logits(images[..., 0].mT)
 
     def _logits(self, tiles: Tensor) -> Tensor:
@@ -299,15 +299,15 @@ def _read_file(path: Path) -> Any:
     raise PatchlightError(f"'{path}' cannot be read as a bag; {GIVE_BAG}")
 
 
-def open_bag(model: nn.Module, about: Mapping[str, Any]) -> BagAnatomy:
+def open_bag(model: nn.Module, overrides: Mapping[str, Any]) -> BagAnatomy:
     """The anatomy of a head over bags, from the keywords of `wrap`."""
-    features = about["bag"]
+    features = overrides["bag"]
     if isinstance(features, bool) or not isinstance(features, int) or features < 1:
         raise PatchlightError(f"bag is {features!r}; give the number of features of a tile, such as bag=1024")
-    wrong = next((key for key in about if key not in ("bag", *KEYWORDS)), None)
+    wrong = next((key for key in overrides if key not in ("bag", *KEYWORDS)), None)
     if wrong is not None:
         raise PatchlightError(f"{wrong} does not apply to a bag of tiles")
-    rest = dict(about)
+    rest = dict(overrides)
     del rest["bag"]
     parts = [rest.pop(key, None) for key in ("embed", "blocks", "readout")]
     if any(parts) and None in parts:

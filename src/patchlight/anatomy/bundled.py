@@ -35,8 +35,8 @@ def create_ground_truth(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]
             f"no task of ground truth is called '{request.name}'; {nearest(request.name, ground_truth.tasks())}"
         )
     card = ground_truth.description()
-    about = _about(request.name, request, _preprocess(card), card["tasks"][request.name]["classes"])
-    return ground_truth.build(request.name, request.pretrained), {**about, "name": f"ground-truth:{request.name}"}
+    overrides = _about(request.name, request, _preprocess(card), card["tasks"][request.name]["classes"])
+    return ground_truth.build(request.name, request.pretrained), {**overrides, "name": f"ground-truth:{request.name}"}
 
 
 def _preprocess(card: dict[str, Any]) -> Preprocess:
@@ -50,9 +50,9 @@ def create_shapes(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     size = card["architecture"]["image_size"]
     size = (size, size) if isinstance(size, int) else (size[0], size[1])
     own = Preprocess(size, tuple(card["mean"]), tuple(card["std"]), 1.0, "bilinear", "squash")
-    about = _about(request.name, request, own, card["classes"])
+    overrides = _about(request.name, request, own, card["classes"])
     try:
-        return shapes.build(request.name, request.pretrained), about
+        return shapes.build(request.name, request.pretrained), overrides
     except ImportError as error:
         raise missing_extra(f"'{request.name}' needs", "transformers", "hf") from error
 
@@ -61,25 +61,15 @@ def _about(name: str, request: LoadRequest, own: Preprocess, labels: list[str]) 
     """Keywords for `wrap`: labels and preprocessing (by default its own) of a bundled model."""
     if request.options:
         raise TypeError(f"{name}() got an unexpected keyword argument '{next(iter(request.options))}'")
-    preprocess = applied(request.about.get("preprocess", own), lambda: own)
-    return {"labels": labels, **request.about, "preprocess": preprocess}
-
-
-@register_family("ground-truth", package="patchlight", prefix="ground-truth", create=create_ground_truth)
-def read_ground_truth(model: nn.Module, **about: Any) -> Anatomy | None:
-    """None: the models are read as `pocket` is, whose architecture they have."""
-    return None
-
-
-@register_family("pocket-shapes", package="patchlight", create=create_shapes, names=lambda: shapes.NAMES)
-def read_shapes(model: nn.Module, **about: Any) -> Anatomy | None:
-    """None: the models are those of transformers, and are read as such."""
-    return None
+    preprocess = applied(request.overrides.get("preprocess", own), lambda: own)
+    return {"labels": labels, **request.overrides, "preprocess": preprocess}
 
 
 @register_family("pocket", package="patchlight", create=create_pocket, names=lambda: ("pocket",))
-def read_pocket(model: nn.Module, **about: Any) -> Anatomy | None:
-    """The anatomy of the bundled model, or None for another model."""
+@register_family("pocket-shapes", package="patchlight", create=create_shapes, names=lambda: shapes.NAMES)
+@register_family("ground-truth", package="patchlight", prefix="ground-truth", create=create_ground_truth)
+def read_pocket(model: nn.Module, **overrides: Any) -> Anatomy | None:
+    """The anatomy of `pocket`, or of a model of its architecture; None for other models, which transformers reads."""
     from patchlight.zoo.vit import PocketViT
 
-    return PocketAnatomy(model, **about) if isinstance(model, PocketViT) else None
+    return PocketAnatomy(model, **overrides) if isinstance(model, PocketViT) else None

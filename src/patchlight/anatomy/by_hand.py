@@ -29,10 +29,10 @@ class DescribedAnatomy(Anatomy):
         embed: Callable[[Tensor], Tensor],
         blocks: Sequence[nn.Module],
         readout: Callable[[Tensor], Tensor],
-        **about: Any,
+        **facts: Any,
     ) -> None:
         self._given = embed, list(blocks), readout
-        super().__init__(model, **about)
+        super().__init__(model, **facts)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -56,15 +56,15 @@ class DescribedAnatomy(Anatomy):
     def features(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self.twin.moved(self._given[2])(tokens))
 
-    def whole(self, images: Tensor) -> Any:
+    def model_output(self, images: Tensor) -> Any:
         """The output of the model itself, if that is logits; its forward may take or return anything."""
-        described = self.classified(self.run(self.embed(images)))
+        own_logits = self.classified(self.run(self.embed(images)))
         try:
             out: Any = self.net(images)
         except Exception:
-            return described
+            return own_logits
         out = getattr(out, "logits", out)
-        return out if isinstance(out, Tensor) and out.shape == described.shape else described
+        return out if isinstance(out, Tensor) and out.shape == own_logits.shape else own_logits
 
     @property
     def castable(self) -> bool:

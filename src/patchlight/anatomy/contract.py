@@ -93,15 +93,15 @@ def affine(layer: Any) -> Affine | None:
     if not isinstance(size, int) or like is None or not like.is_floating_point():
         return None
     generator = torch.Generator().manual_seed(0)
-    given = torch.cat([torch.eye(size), torch.zeros(1, size), torch.randn(1, size, generator=generator)]).to(like)
+    inputs = torch.cat([torch.eye(size), torch.zeros(1, size), torch.randn(1, size, generator=generator)]).to(like)
     try:
         with torch.no_grad():
-            *units, bias, seen = layer(given)
+            *units, bias, expected = layer(inputs)
     except Exception:  # a user's layer may need another input
         return None
     weight = (torch.stack(units) - bias).mT.contiguous()
-    error = (Affine(weight, bias)(given[-1]) - seen).abs().max()
-    close = float(error) <= 100 * torch.finfo(like.dtype).eps ** 0.9 * float(seen.abs().max() + 1)
+    error = (Affine(weight, bias)(inputs[-1]) - expected).abs().max()
+    close = float(error) <= 100 * torch.finfo(like.dtype).eps ** 0.9 * float(expected.abs().max() + 1)
     return Affine(weight, bias if bool(bias.any()) else None) if close else None
 
 
@@ -232,7 +232,7 @@ class Contract(ABC):
         """Why sets of cells of this unit cannot leave the sequence; None if they can."""
         return self.can_drop
 
-    def whole(self, images: Tensor) -> Any:
+    def model_output(self, images: Tensor) -> Any:
         """The output of the whole model for images, run on the twin."""
         return self.net(images)
 

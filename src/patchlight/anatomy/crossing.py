@@ -65,7 +65,7 @@ class CrossedAnatomy(Anatomy):
         attentions: Sequence[str] = (),
         stage: int | None = None,
         windows: int = 1,
-        **about: Any,
+        **facts: Any,
     ) -> None:
         self.stage, self.windows = stage, windows
         self.paths, self.pools, self.attentions = list(paths), pools, list(attentions)
@@ -83,8 +83,8 @@ class CrossedAnatomy(Anatomy):
         self._one_blank = True
         self._freezes = True
         """Whether its forward uses `no_grad`."""
-        self._pooling_given = "pooling" in about
-        super().__init__(model, **{"pooling": "cls", "heads": 1, "classes": 1, **about})
+        self._pooling_given = "pooling" in facts
+        super().__init__(model, **{"pooling": "cls", "heads": 1, "classes": 1, **facts})
 
     @property
     def stage_end(self) -> int:
@@ -123,7 +123,12 @@ class CrossedAnatomy(Anatomy):
         """How the forward calls its blocks, seen with a blank input."""
         sites, key = self.sites, None if self.question is None else self.question.call_key
         if key not in sites.calls:
-            with torch.inference_mode(False), torch.no_grad(), self.own_cast(), sites.seeing_stem(key, self.paths[0]):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                self.own_cast(),
+                sites.noting_stem(key, self.paths[0]),
+            ):
                 sites.blank = torch.zeros(1, *self.input_shape, device=self.device, dtype=self.dtype)
                 sites.calls[key] = self.record(sites.blank)[1]
         return sites.calls[key]
@@ -138,13 +143,13 @@ class CrossedAnatomy(Anatomy):
         """Also see how the forward calls its blocks, before taps watch them, and forget the states noted inside."""
         before = getattr(_LOCAL, "trail", None)
         with super().steady():
-            self.see_calls()
+            self.record_calls()
             try:
                 yield
             finally:
                 _LOCAL.trail = before
 
-    def see_calls(self) -> None:
+    def record_calls(self) -> None:
         """Record the calls of the blocks for the twin as it is now."""
         assert len(self.calls) == len(self.paths)
 
@@ -182,7 +187,7 @@ class CrossedAnatomy(Anatomy):
         """The logits of the head in the output of the model."""
         return self.logits_of(out, rows) if self.question is None else self.question.logits(out, rows)
 
-    def whole(self, images: Tensor) -> Tensor:
+    def model_output(self, images: Tensor) -> Tensor:
         return self._read(self.run_model(images), len(images))
 
     def embed(self, images: Tensor) -> Tensor:
@@ -198,8 +203,8 @@ class CrossedAnatomy(Anatomy):
         places = self.places(positions)
         inside = self.masked and places.shape[1] == self.tokens  # masks of all tokens, gathered where they are added
         with KeptScores(places, self.tokens) if self.masked else contextlib.nullcontext():
-            kept = partial(gathered, places=places, keep=positions, count=self.tokens, pairs=not inside)
-            return call.run(block, tokens, lambda value: map_tensors(value, kept), self.dropping(positions))
+            keep_places = partial(gathered, places=places, keep=positions, count=self.tokens, pairs=not inside)
+            return call.run(block, tokens, lambda value: map_tensors(value, keep_places), self.dropping(positions))
 
     def dropping(self, positions: Tensor) -> dict[str, Tensor]:
         """Arguments that a block needs beside those of the forward when only the cells at `positions` are left."""
@@ -246,11 +251,11 @@ class CrossedAnatomy(Anatomy):
 
     def features(self, tokens: Any) -> Tensor:
         """The input of the classifier, or the mean of the inputs of several; the logits if there is none."""
-        seen: list[Tensor] = []
+        inputs: list[Tensor] = []
         if not self.head_paths:
             return self.classified(tokens)
-        self._behind(tokens, see=seen.append)
-        return seen[0] if len(seen) == 1 else torch.stack(seen).mean(0)
+        self._behind(tokens, see=inputs.append)
+        return inputs[0] if len(inputs) == 1 else torch.stack(inputs).mean(0)
 
     def classify(self, features: Tensor) -> Tensor:
         outputs = [head(features) for head in self.sites.heads]
@@ -296,15 +301,15 @@ class CrossedAnatomy(Anatomy):
         return None
 
     def replay(
-        self, states: Mapping[int, Tensor], given: int, at: Callable[[int | None, Site], Any], blank: bool = True
+        self, states: Mapping[int, Tensor], last: int, at: Callable[[int | None, Site], Any], blank: bool = True
     ) -> Callable[[Site], Any]:
         """What to do where a forward (on a `blank` input) calls a module: blocks up to `given` return the states.
 
         The stem and blocks without a state return what they did for the blank. `at` runs the rest: it gets the number
         of a block after `given`, or None.
         """
-        sites, calls, one = self.sites, self.calls if given >= 0 else [], self._one_blank and blank
-        stem = iter(self.stem if one else ())
+        sites, calls, single = self.sites, self.calls if last >= 0 else [], self._one_blank and blank
+        stem = iter(self.stem if single else ())
         waiting = next(stem, None)
 
         def skip(site: Site) -> Any:
@@ -313,13 +318,13 @@ class CrossedAnatomy(Anatomy):
                 (_, out), waiting = waiting, next(stem, None)
                 return out
             number = sites.index(site.module)
-            if number is None or number > given:
+            if number is None or number > last:
                 return at(number, site)
             call = calls[number]
             if number + 1 in states:
                 out = self.answer(call, states[number + 1])
             else:
-                out = call.returned if one else call.blank(site.tokens)
+                out = call.returned if single else call.blank(site.tokens)
             enters = number in states and number not in self.breaks
             site.capture(self.unflat(states[number], call.fed) if enters else site.tokens, out)
             return out
@@ -391,8 +396,8 @@ class CrossedAnatomy(Anatomy):
         if len(shape) == 3:
             return parted(tokens, self.windows, self.prefix // self.windows)
         last = self.channels_last
-        found: Tensor = tokens.unflatten(1, tuple(shape[1:-1])) if last else tokens.mT.unflatten(2, tuple(shape[2:]))
-        return found
+        shaped: Tensor = tokens.unflatten(1, tuple(shape[1:-1])) if last else tokens.mT.unflatten(2, tuple(shape[2:]))
+        return shaped
 
     def check(self) -> None:
         """Check that the forward can be crossed at its blocks, then check it like every model."""
@@ -406,36 +411,36 @@ class CrossedAnatomy(Anatomy):
             image = random_image(self)
             with Flowing() as flow:
                 out, calls, inputs = self.record(image)
-                whole = self._read(out, len(image))
+                expected = self._read(out, len(image))
             self._freezes = flow.used
-            self.see_constants(calls)
+            self.check_constants(calls)
             outputs = [self.flat(tensors_in(call.returned)[0]) for call in calls]
             self.breaks = frozenset(i for i in range(1, len(calls)) if not torch.equal(inputs[i], outputs[i - 1]))
             tokens = self.embed(image)
             if tokens.ndim != 3 or tokens.shape[1] != self.tokens:  # reported for every model
                 return None
             if (self.stages is not None or self.windows > 1) and not self.reaches:
-                self.reaches = [self._see_reach(index, inputs[index]) for index in range(len(calls))]
+                self.reaches = [self._find_reach(index, inputs[index]) for index in range(len(calls))]
                 self._watch_reaches()
             last = self.run(tokens)
-            self.beyond = self._see_beyond(inputs[-1])
+            self.beyond = self._find_beyond(inputs[-1])
             self.states_read = ()
-            self._compare(whole, last, [inputs[0], *outputs], image)
+            self._compare(expected, last, [inputs[0], *outputs], image)
             last = self.run(tokens) if self.several_states else last
-            self._see_batches(outputs, last)
-            self.can_drop = type(self).can_drop or self.see_drop(tokens)
-            return self._see_pooling(last)
+            self._check_batches(outputs, last)
+            self.can_drop = type(self).can_drop or self.why_not_drop(tokens)
+            return self._find_pooling(last)
 
-    def _see_reach(self, index: int, tokens: Tensor) -> Reach | None:
+    def _find_reach(self, index: int, tokens: Tensor) -> Reach | None:
         """Which tokens the attention of a block connects; None if all, or if it cannot be found.
 
         Changing the tokens whose number has a bit set changes the scores of exactly the windows' places that hold them.
         """
         count, tap = tokens.shape[1], ScoreTap()
 
-        def scores(some: Tensor) -> Tensor | None:
+        def scores(changed_tokens: Tensor) -> Tensor | None:
             with tap:
-                self.block(index, some)
+                self.block(index, changed_tokens)
             return tap.scores if tap.scores is None or tap.scores.ndim == 4 else tap.scores.flatten(0, 1)
 
         try:
@@ -443,7 +448,7 @@ class CrossedAnatomy(Anatomy):
             if base is None or (base.shape[-2:] == (count, count) and self.windows == 1):
                 return None
             if base.shape[-1] != base.shape[-2]:
-                return self._see_pooled(index, base)
+                return self._find_pooled(index, base)
             noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(tokens)
             numbers = torch.arange(1, count + 1, device=tokens.device)
             codes = torch.zeros(len(base), base.shape[-1], dtype=torch.long, device=tokens.device)
@@ -458,7 +463,7 @@ class CrossedAnatomy(Anatomy):
         allowed = base.softmax(-1).amax(1) > 1e-30  # a mask of large negative numbers, or of infinity
         return Windows((codes - 1).cpu(), None if bool(allowed.all()) else allowed.cpu())
 
-    def _see_pooled(self, index: int, scores: Tensor) -> Reach | None:
+    def _find_pooled(self, index: int, scores: Tensor) -> Reach | None:
         """Attention to tokens that a convolution inside the block merges."""
         grid = cast(Stages, self.stages).grids[index]
         for module in self.blocks[index].modules():
@@ -471,7 +476,7 @@ class CrossedAnatomy(Anatomy):
                 return Pooled(Bins((grid[0], grid[1]), (side, side)))
         return None
 
-    def _see_beyond(self, before: Tensor) -> str:
+    def _find_beyond(self, before: Tensor) -> str:
         """Compare the first token of the last block, from the tokens `before` it, with what its parts compute."""
         if self.stages is not None or self.windows > 1:
             return "its attention is within windows or to pooled tokens"
@@ -486,7 +491,7 @@ class CrossedAnatomy(Anatomy):
             return ""
         return "" if same else "its blocks do more than attention and an MLP, each behind a norm"
 
-    def see_constants(self, calls: Sequence[BlockCall]) -> None:
+    def check_constants(self, calls: Sequence[BlockCall]) -> None:
         """Refuse blocks that read something of the image besides their tokens."""
         for here, blank in zip(calls, self.calls, strict=True):
             pairs = zip(tensors_in([here.rest, here.named]), tensors_in([blank.rest, blank.named]), strict=False)
@@ -496,7 +501,7 @@ class CrossedAnatomy(Anatomy):
                     f"{BY_HAND}"
                 )
 
-    def _see_reads(self, whole: Tensor, states: Sequence[Tensor]) -> bool:
+    def _find_reads(self, expected: Tensor, states: Sequence[Tensor]) -> bool:
         """Find which states x_0, …, x_L the forward reads behind its blocks; False if these do not give its logits.
 
         A state is read if the logits are computed from it. All others are blank in the final comparison.
@@ -507,27 +512,27 @@ class CrossedAnatomy(Anatomy):
             logits = self._behind(leaves)
             if not logits.requires_grad:
                 return False
-            found = torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
-        self.states_read = tuple(i for i, gradient in enumerate(found) if gradient is not None)
-        return self._agree(whole, self._behind({i: states[i] for i in self.states_read}))
+            gradients = torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
+        self.states_read = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+        return self._agree(expected, self._behind({i: states[i] for i in self.states_read}))
 
-    def _agree(self, whole: Tensor, logits: Tensor) -> bool:
+    def _agree(self, expected: Tensor, logits: Tensor) -> bool:
         """Whether outputs are equal up to rounding; those of a task may differ little from their mean, as depths."""
-        mean = whole.mean() if self.task else 0.0
-        return alike(whole - mean, logits - mean)
+        mean = expected.mean() if self.task else 0.0
+        return alike(expected - mean, logits - mean)
 
-    def _compare(self, whole: Tensor, last: Tensor, states: Sequence[Tensor], image: Tensor) -> None:
+    def _compare(self, expected: Tensor, last: Tensor, states: Sequence[Tensor], image: Tensor) -> None:
         """Find the states that the forward reads behind its blocks; refuse one that reads more, and say what."""
-        end, failed, logits = states[-1], None, whole
+        end, failed, logits = states[-1], None, expected
         try:
             logits = self._behind(last)
-            if self._agree(whole, logits):
+            if self._agree(expected, logits):
                 return
         except Exception as error:
             failed = error
         if alike(end, last):
             with contextlib.suppress(Exception):  # reported below
-                if self._see_reads(whole, states):
+                if self._find_reads(expected, states):
                     return
         self.states_read = ()
         if failed is not None:
@@ -536,17 +541,17 @@ class CrossedAnatomy(Anatomy):
             ) from failed
         if not alike(end, last):
             why, worst = "its forward, or a hook, does more than call one block after the other", (end, last)
-        elif alike(whole, self._behind(dict(enumerate(states)), image)):
-            why, worst = "its head also reads the image", (whole, logits)
+        elif alike(expected, self._behind(dict(enumerate(states)), image)):
+            why, worst = "its head also reads the image", (expected, logits)
         else:
-            why, worst = "its head reads more than the tokens of its blocks", (whole, logits)
+            why, worst = "its head reads more than the tokens of its blocks", (expected, logits)
         what = "tokens" if worst[0] is end else "logits"
         raise PatchlightError(
             f"{self.name} gives other {what} than its backbone and head put together (they differ by "
             f"{distance(*worst):.2g}, the largest is {float(worst[0].abs().max()):.2g}): {why}; {BY_HAND}"
         )
 
-    def _see_batches(self, outputs: Sequence[Tensor], last: Tensor) -> None:
+    def _check_batches(self, outputs: Sequence[Tensor], last: Tensor) -> None:
         """Check that one blank image works for a batch of any size, unless the forward reads the batch size."""
         crossed: list[tuple[Callable[[Any], Tensor], Mapping[int, Tensor]]] = [(self.classified, self.states(last))]
         for index in sorted(self.breaks):
@@ -568,30 +573,30 @@ class CrossedAnatomy(Anatomy):
     def _merge_state(self, index: int, states: Mapping[int, Tensor]) -> Tensor:
         return self.merge(index, states[index])
 
-    def see_drop(self, tokens: Tensor) -> str | None:
+    def why_not_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys, and the head must take any number."""
         if self.stages is not None:
             return "each of its stages merges patches of a complete grid"
         if self.breaks:
             return "its forward changes the tokens between its blocks"
         keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
-        reason, kept = "", tokens
+        reason, short = "", tokens
         for self.masked in (False, True):
             try:
-                kept, hidden = self.drop_and_hide(tokens, keep)
+                short, hidden = self.drop_and_hide(tokens, keep)
             except Exception as error:
                 reason = f"its blocks need every token ({first_line(error)})"
                 continue
-            if alike(hidden, kept, 1e-4):
+            if alike(hidden, short, 1e-4):
                 break
             reason = "its blocks compute other tokens when some are left out than when these are hidden from attention"
         else:
             return reason
         if self.several_states:  # run again, without the other run between its blocks
-            kept = self.gather(tokens, keep)
+            short = self.gather(tokens, keep)
             for index in range(self.depth):
-                kept = self.block(index, kept, keep)
-        states, end = self.states(kept), kept.shape[1] - self.suffix
+                short = self.block(index, short, keep)
+        states, end = self.states(short), short.shape[1] - self.suffix
         turned = {
             i: torch.cat([x[:, : self.prefix], x[:, self.prefix : end].flip(1), x[:, end:]], 1)
             for i, x in states.items()
@@ -606,14 +611,14 @@ class CrossedAnatomy(Anatomy):
         """The kept tokens behind the last block, once with the others dropped and once with their keys hidden."""
         seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
         seen[0, self.places(keep)[0]] = True
-        kept, hidden = self.gather(tokens, keep), tokens
+        short, hidden = self.gather(tokens, keep), tokens
         for index in range(self.depth):
-            kept = self.block(index, kept, keep)
+            short = self.block(index, short, keep)
             with Unseen(seen):
                 hidden = self.block(index, hidden)
-        return kept, self.gather(hidden, keep)
+        return short, self.gather(hidden, keep)
 
-    def _see_pooling(self, last: Tensor) -> str | None:
+    def _find_pooling(self, last: Tensor) -> str | None:
         """Find the pooling from the tokens that the logits depend on; returns why there is no gradient, or None."""
         if self.several_states:
             self.pooling = self.pooling if self._pooling_given else "gradient"
@@ -654,8 +659,8 @@ class CrossedAnatomy(Anatomy):
                 return None
             weights = torch.randn(3, logits.shape[1], generator=torch.Generator().manual_seed(0)).to(logits)
             options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-            found = torch.stack([torch.autograd.grad(logits, leaf, w[None], **options)[0][0] for w in weights])
-        return found.float().norm(dim=2).sum(0) if bool(found.any()) else None
+            gradients = torch.stack([torch.autograd.grad(logits, leaf, w[None], **options)[0][0] for w in weights])
+        return gradients.float().norm(dim=2).sum(0) if bool(gradients.any()) else None
 
     def _pooling(self, reads: Tensor, shares: Tensor) -> Pooling:
         """The pooling, from which tokens are read [N] and their gradient shares [N] where all tokens are equal.

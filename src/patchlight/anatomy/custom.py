@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import read_anatomy
-from patchlight.anatomy.locating import found_in, located
+from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import parts_of_timm
@@ -45,25 +45,25 @@ class CustomAnatomy(CrossedAnatomy):
         backbone: Anatomy | None = None,
         output: Output | None,
         assumed: bool = False,
-        **about: Any,
+        **facts: Any,
     ) -> None:
         self.path, self.backbone, self.output = path, backbone, output
         code = getattr(output, "__code__", None)
         self.reading = "" if output is None else repr(output if code is None else (code.co_code, code.co_consts))
         self._assumed = assumed
         if backbone is not None:
-            about = {
+            facts = {
                 "paths": _block_paths(path, backbone),
                 "pools": backbone.pooling == "map",
                 "grid": backbone.grid,
                 "prefix": backbone.prefix,
                 "channels": backbone.channels,
-                "extent": _scaled(backbone, about["preprocess"]),
+                "extent": _scaled(backbone, facts["preprocess"]),
                 "heads": backbone.heads,
-                **about,
+                **facts,
             }
             self.blocks_name = f"backbone '{path}'"
-        super().__init__(model, **about)
+        super().__init__(model, **facts)
 
     @property
     def _inside(self) -> Anatomy | None:
@@ -81,11 +81,11 @@ class CustomAnatomy(CrossedAnatomy):
         else:
             super().watch()
 
-    def see_calls(self) -> None:
-        super().see_calls()
+    def record_calls(self) -> None:
+        super().record_calls()
         if isinstance(self._inside, CrossedAnatomy):
             with self._inside.own_cast():
-                self._inside.see_calls()
+                self._inside.record_calls()
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         inside = self._inside
@@ -133,11 +133,11 @@ class CustomAnatomy(CrossedAnatomy):
         except Exception:
             return
         if plain.shape == tokens.shape and not alike(plain, tokens):
-            given = self.preprocess
+            preprocess = self.preprocess
             warn(
                 f"{self.name} changes images, or their tokens, before the blocks of '{self.path}', whose preprocessing "
-                f"(mean {list(given.mean)}, std {list(given.std)}) is assumed; give preprocess=pl.Preprocess("
-                f"{given.size}, mean=…, std=…) if it takes other images",
+                f"(mean {list(preprocess.mean)}, std {list(preprocess.std)}) is assumed; give preprocess=pl.Preprocess("
+                f"{preprocess.size}, mean=…, std=…) if it takes other images",
                 AssumedPreprocess,
             )
 
@@ -148,104 +148,104 @@ def _block_paths(path: str, backbone: Anatomy) -> list[str]:
     return [f"{path}.{paths[id(block)]}".strip(".") for block in backbone.blocks]
 
 
-def read_custom(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
+def read_custom(model: nn.Module, overrides: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a module that contains exactly one known Vision Transformer; None if it contains none."""
-    kind = str(about.get("name") or type(model).__name__)
-    found = _backbones(model, about)
-    if not found:
-        return _discovered(model, about, kind)
-    anatomies = {path: _around(model, path, backbone, about, kind) for path, backbone in found.items()}
+    kind = str(overrides.get("name") or type(model).__name__)
+    backbones = _backbones(model, overrides)
+    if not backbones:
+        return _discovered(model, overrides, kind)
+    anatomies = {path: _around(model, path, backbone, overrides, kind) for path, backbone in backbones.items()}
     if len(anatomies) > 1:
         anatomies = {path: vit for path, vit in anatomies.items() if _enters(vit)} or anatomies
     if len(anatomies) > 1:
-        named = " and ".join(f"'{path}' ({type(found[path].model).__name__})" for path in anatomies)
+        named = " and ".join(f"'{path}' ({type(backbones[path].model).__name__})" for path in anatomies)
         raise PatchlightError(
             f"{kind} contains several Vision Transformers: {named}; wrap a module that runs one of them, or " + BY_HAND
         )
     return next(iter(anatomies.values()))
 
 
-def _discovered(model: nn.Module, about: dict[str, Any], kind: str) -> Anatomy | None:
+def _discovered(model: nn.Module, overrides: dict[str, Any], kind: str) -> Anatomy | None:
     """The anatomy of a module whose blocks are found in its forward; None if nothing is known of its inputs.
 
     Inputs of four dimensions are volumes [C,depth,rows,columns], or videos [frames,C,rows,columns] where `axes` begins
     with "time".
     """
-    given = {key: value for key, value in about.items() if key not in ("output", "name", "processor", "stage")}
-    if "input_shape" in given:
-        shape = tuple(int(side) for side in given["input_shape"])
-        moves = len(shape) == 4 and given.get("axes", ("",))[0] == "time"
+    facts = {key: value for key, value in overrides.items() if key not in ("output", "name", "processor", "stage")}
+    if "input_shape" in facts:
+        shape = tuple(int(side) for side in facts["input_shape"])
+        moves = len(shape) == 4 and facts.get("axes", ("",))[0] == "time"
         dims = (0, 2, 3) if moves else tuple(range(1, len(shape)))
-        given |= {"axes": tuple(given.get("axes", ("depth", "row", "column")[-len(dims) :])), "input_shape": shape}
-        given = {"preprocess": Preprocess((shape[-2], shape[-1]), (0.0,), (1.0,)), "channels": shape[moves], **given}
-    elif "preprocess" in given:
-        shape, dims = (int(given.get("channels", 3)), *given["preprocess"].size), (1, 2)
+        facts |= {"axes": tuple(facts.get("axes", ("depth", "row", "column")[-len(dims) :])), "input_shape": shape}
+        facts = {"preprocess": Preprocess((shape[-2], shape[-1]), (0.0,), (1.0,)), "channels": shape[moves], **facts}
+    elif "preprocess" in facts:
+        shape, dims = (int(facts.get("channels", 3)), *facts["preprocess"].size), (1, 2)
     else:
         return None
     *_, last = model.modules()
-    if isinstance(last, nn.Tanh) and "output" not in about and not given.get("regression"):
+    if isinstance(last, nn.Tanh) and "output" not in overrides and not facts.get("regression"):
         raise PatchlightError(
             f"{kind} ends in a Tanh, so its outputs are numbers from -1 to 1 and not logits; give regression=True, or "
             "remove the Tanh"
         )
-    found = found_in(model, lambda net, images: net(images), shape, kind, dims=dims)
-    where = located(found, tuple(shape[dim] for dim in dims), about.get("stage", -2), kind)
-    return CustomAnatomy(model, output=about.get("output"), name=kind, **{**where, **given})
+    discovery = find_blocks(model, lambda net, images: net(images), shape, kind, dims=dims)
+    where = locate_tokens(discovery, tuple(shape[dim] for dim in dims), overrides.get("stage", -2), kind)
+    return CustomAnatomy(model, output=overrides.get("output"), name=kind, **{**where, **facts})
 
 
-def _around(model: nn.Module, path: str, backbone: Anatomy, about: dict[str, Any], kind: str) -> CustomAnatomy:
+def _around(model: nn.Module, path: str, backbone: Anatomy, overrides: dict[str, Any], kind: str) -> CustomAnatomy:
     if backbone.hierarchical and backbone.depth == 0:
         inner = type(backbone.model).__name__
         raise PatchlightError(
             f"{kind} is built around '{path}', a {inner}, which has no blocks to cross; wrap it alone"
         )
     if backbone.hierarchical:
-        given = {"preprocess": backbone.preprocess, "channels": backbone.channels, **about}
-        return cast(CustomAnatomy, _discovered(model, given, kind))
-    taken = {key: about[key] for key in ("labels", "sigmoid", "regression", *CUSTOM[1:]) if key in about}
+        facts = {"preprocess": backbone.preprocess, "channels": backbone.channels, **overrides}
+        return cast(CustomAnatomy, _discovered(model, facts, kind))
+    taken = {key: overrides[key] for key in ("labels", "sigmoid", "regression", *CUSTOM[1:]) if key in overrides}
     return CustomAnatomy(
         model,
         path=path,
         backbone=backbone,
-        output=about.get("output"),
-        assumed="preprocess" not in about and "processor" not in about,
+        output=overrides.get("output"),
+        assumed="preprocess" not in overrides and "processor" not in overrides,
         name=kind,
-        preprocess=about.get("preprocess", backbone.preprocess),
+        preprocess=overrides.get("preprocess", backbone.preprocess),
         **taken,
     )
 
 
-def _backbones(model: nn.Module, about: dict[str, Any]) -> dict[str, Anatomy]:
+def _backbones(model: nn.Module, overrides: dict[str, Any]) -> dict[str, Anatomy]:
     """The outermost modules that a family recognises, by their paths in the uncompiled twin."""
-    found: dict[str, Anatomy] = {}
-    seen: set[int] = set()
+    backbones: dict[str, Anatomy] = {}
+    visited: set[int] = set()
     waiting = [("", model)]
     while waiting:
         path, module = waiting.pop()
         module = module._modules.get("_orig_mod") or module
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
-        backbone = _read_backbone(module, about)
+        visited.add(id(module))
+        backbone = _read_backbone(module, overrides)
         if backbone is not None:
-            found[path] = backbone
+            backbones[path] = backbone
             continue
         waiting += [(f"{path}.{name}".lstrip("."), m) for name, m in module._modules.items() if m is not None]
-    return dict(sorted(found.items()))
+    return dict(sorted(backbones.items()))
 
 
-def _read_backbone(module: nn.Module, about: dict[str, Any]) -> Anatomy | None:
+def _read_backbone(module: nn.Module, overrides: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a module, for the given images if its grid adapts to them, otherwise for its native size."""
     known, of = known_as(module)
     if of and (why_not(known, of) is not None or not hasattr(module, "forward_features")):
         return None  # another network of timm, or a part of one
-    stage = {key: about[key] for key in ("stage",) if key in about}
-    given: dict[str, Any] = {key: about[key] for key in ("preprocess", "processor") if key in about}
-    if "preprocess" in given:
-        own = _native(module)
-        if own is not None and own != given["preprocess"].size:
-            given = {"preprocess": replace(given["preprocess"], size=own)}
-    return read_anatomy(module, {**stage, **given})
+    stage = {key: overrides[key] for key in ("stage",) if key in overrides}
+    options: dict[str, Any] = {key: overrides[key] for key in ("preprocess", "processor") if key in overrides}
+    if "preprocess" in options:
+        native = _native(module)
+        if native is not None and native != options["preprocess"].size:
+            options = {"preprocess": replace(options["preprocess"], size=native)}
+    return read_anatomy(module, {**stage, **options})
 
 
 def _native(module: Any) -> tuple[int, int] | None:
@@ -282,27 +282,27 @@ def logits_of(out: Any, rows: int, output: Output | None, name: str) -> Tensor:
     """The logits [rows,C] in the output of the forward; one number per image is one class."""
     if output is not None:
         try:
-            found = output(out)
+            logits = output(out)
         except Exception as error:
             raise PatchlightError(
                 f"output= fails on the result of {name}, which is {_describe(out)}: {first_line(error)}"
             ) from error
-        if not isinstance(found, Tensor):
+        if not isinstance(logits, Tensor):
             raise PatchlightError(
-                f"output gives {_describe(found)} of what {name} gives, which is {_describe(out)}; "
+                f"output gives {_describe(logits)} of what {name} gives, which is {_describe(out)}; "
                 "it must give the tensor of logits [B,C]"
             )
     else:
-        found = _pick_logits(out, name)
-    found = found[:, None] if found.ndim == 1 and len(found) == rows else found
-    if found.ndim != 2 or len(found) != rows or found.shape[1] == 0 or not found.is_floating_point():
-        kind = "" if found.is_floating_point() else f" of {str(found.dtype).removeprefix('torch.')}"
+        logits = _pick_logits(out, name)
+    logits = logits[:, None] if logits.ndim == 1 and len(logits) == rows else logits
+    if logits.ndim != 2 or len(logits) != rows or logits.shape[1] == 0 or not logits.is_floating_point():
+        kind = "" if logits.is_floating_point() else f" of {str(logits.dtype).removeprefix('torch.')}"
         images = "one image" if rows == 1 else f"{rows} images"
         raise PatchlightError(
-            f"{name} gives a tensor {list(found.shape)}{kind} for {images}, not logits [{rows},C]; choose "
+            f"{name} gives a tensor {list(logits.shape)}{kind} for {images}, not logits [{rows},C]; choose "
             "them with output=lambda out: …"
         )
-    return found
+    return logits
 
 
 def _pick_logits(out: Any, name: str) -> Tensor:

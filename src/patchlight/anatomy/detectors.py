@@ -23,7 +23,7 @@ from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.heads.boxes import Box, corners
-from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed, described, read_options
+from patchlight.anatomy.hf import CLIP, HuggingFaceAnatomy, PublishedFor, as_processed, model_facts, read_options
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import alike
 from patchlight.anatomy.tasks import TaskAnatomy
@@ -197,7 +197,7 @@ class DetectorAnatomy(HuggingFaceAnatomy, Detector):
             return None
         return self.places(positions).expand(len(tokens), -1)
 
-    def see_drop(self, tokens: Tensor) -> str | None:
+    def why_not_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
         if self.selects:
             return f"the queries of {self.name} are chosen anew for every image"
@@ -377,7 +377,7 @@ def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, 
         kind = GroundingMap
         about.setdefault("tokenizer", getattr(processor, "tokenizer", None))
     given = {"name": None, "labels": None, **prepared_by(model, processor, about)}
-    about = described(model, PUBLISHED, False, processor=None, **given)
+    about = model_facts(model, PUBLISHED, False, processor=None, **given)
     first = -len(part.intermediate_channel_sizes) if scales else -1
     if stage is not None and first < stage < 0:
         raise PatchlightError(

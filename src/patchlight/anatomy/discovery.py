@@ -148,14 +148,14 @@ def discover(
     windows = len(first) // len(inputs) if first.ndim == 3 else 1
     constant = _constant(first)
 
-    def whole(tokens: Tensor) -> Tensor:
+    def per_input(tokens: Tensor) -> Tensor:
         return joined(tokens, windows, constant[0])
 
-    found = Discovery(
+    discovery = Discovery(
         [watch.paths[id(module)] for module in chosen],
         [watch.part_with_attention(module) for module in chosen],
-        [(1, *whole(watch.entries[id(module)]).shape[1:]) for module in chosen],
-        [(1, *whole(watch.outputs[id(module)]).shape[1:]) for module in chosen],
+        [(1, *per_input(watch.entries[id(module)]).shape[1:]) for module in chosen],
+        [(1, *per_input(watch.outputs[id(module)]).shape[1:]) for module in chosen],
         len(watch.stacks) > watch.ends[last],
         watch.convolutions(chosen) if patches is None else {0: [patches]},
         (windows * constant[0], windows * constant[1]),
@@ -168,12 +168,12 @@ def discover(
         try:
             run(net, some)
         except Entered as entered:
-            return whole(entered.tokens)
+            return per_input(entered.tokens)
         raise AssertionError("the first block is called")
 
     chosen[0].register_forward_pre_hook(_stop, with_kwargs=True)
     with torch.inference_mode(False), torch.no_grad():
-        return replace(found, order=_order(found, embed, inputs[:1]))
+        return replace(discovery, order=_order(discovery, embed, inputs[:1]))
 
 
 def discover_stages(
@@ -268,19 +268,19 @@ class _Watch(TorchFunctionMode):
         if isinstance(module, _ConvNd) and max(module.stride) > 1 and isinstance(out, Tensor):
             padding = module.padding if isinstance(module.padding, tuple) else (0,) * len(module.stride)
             shape = tuple(out.shape[2:])
-            found = Convolution(self.paths[id(module)], shape, module.kernel_size, module.stride, padding)
-            self.strided.append((number, found))
+            convolution = Convolution(self.paths[id(module)], shape, module.kernel_size, module.stride, padding)
+            self.strided.append((number, convolution))
 
     def convolutions(self, blocks: list[nn.Module]) -> dict[int, list[Convolution]]:
         """The strided convolutions before each block and after the one before."""
         starts = [next(i for i, visit in enumerate(self.visits) if visit.module is block) for block in blocks]
         inside = tuple(f"{self.paths[id(block)]}." for block in blocks)
-        found: dict[int, list[Convolution]] = {}
+        by_block: dict[int, list[Convolution]] = {}
         for number, convolution in self.strided:
             index = sum(start < number for start in starts)
             if not convolution.path.startswith(inside):
-                found.setdefault(index, []).append(convolution)
-        return found
+                by_block.setdefault(index, []).append(convolution)
+        return by_block
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -335,13 +335,13 @@ class _Watch(TorchFunctionMode):
 
     @staticmethod
     def _run(module: nn.Module, chains: list[list[nn.Module]]) -> list[nn.Module]:
-        found: list[nn.Module] = []
+        run: list[nn.Module] = []
         for chain in chains:
             alike = next((m for m in chain if type(m) is type(module)), None)
-            if alike is None or any(alike is m for m in found):
+            if alike is None or any(alike is m for m in run):
                 break
-            found.append(alike)
-        return found
+            run.append(alike)
+        return run
 
     def _keeps_shape(self, modules: list[nn.Module]) -> bool:
         return all(self.entries[id(m)].shape == self.outputs[id(m)].shape for m in modules)
@@ -360,9 +360,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a nested value, in order."""
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def joined(tokens: Tensor, windows: int, prefix: int) -> Tensor:
@@ -392,22 +392,22 @@ def _constant(tokens: Tensor) -> tuple[int, int]:
     return start, end
 
 
-def _order(found: Discovery, embed: Callable[[Tensor], Tensor], blank: Tensor) -> tuple[int, ...] | None:
+def _order(discovery: Discovery, embed: Callable[[Tensor], Tensor], blank: Tensor) -> tuple[int, ...] | None:
     """The place of each cell among the grid tokens, found by changing the input where a bit of the cell's number is 1.
 
     None where patches are not cut by one convolution, or overlap so much that none has pixels of its own.
     """
-    covers = found.covers()
-    if covers is None or len(found.shapes[0]) != 3:
+    covers = discovery.covers()
+    if covers is None or len(discovery.shapes[0]) != 3:
         return None
     owner = torch.zeros([1] * blank.ndim, dtype=torch.long)
-    for cover, dim in zip(covers, found.dims, strict=True):
+    for cover, dim in zip(covers, discovery.dims, strict=True):
         alone = cover.owners(blank.shape[dim + 1])
         shape = [1] * blank.ndim
         shape[dim + 1] = len(alone)
         alone = alone.view(shape)
         owner = torch.where((owner < 0) | (alone < 0), -1, owner * cover.count + alone)
-    count, prefix = math.prod(cover.count for cover in covers), found.constant[0]
+    count, prefix = math.prod(cover.count for cover in covers), discovery.constant[0]
     codes = (owner + 1).to(blank.device)
     noise = torch.randn(blank.shape, generator=torch.Generator().manual_seed(1)).to(blank)
     base, seen = embed(blank)[0, prefix : prefix + count], torch.zeros(count, dtype=torch.long)

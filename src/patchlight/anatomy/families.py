@@ -33,7 +33,7 @@ class LoadRequest:
     tag: str | None
     weights: Mapping[str, Tensor] | None
     options: Mapping[str, Any]
-    about: Mapping[str, Any]
+    overrides: Mapping[str, Any]
 
     def with_classes(self, option: str, *heads: str) -> dict[str, Any]:
         """The options, with the number of classes of the first of these weights that exists, unless it is given."""
@@ -108,19 +108,19 @@ def family_of(name: str) -> tuple[Family, str]:
     return found, name
 
 
-def read_anatomy(model: nn.Module, about: dict[str, Any]) -> Anatomy | None:
+def read_anatomy(model: nn.Module, overrides: dict[str, Any]) -> Anatomy | None:
     """The anatomy of a model, if a family recognises it."""
     make = type(model).__module__.partition(".")[0]
     known = [family for family in in_order() if not family.package or family.package in sys.modules]
     own = [family for family in known if family.package in ("", make)]
-    stage = about.pop("stage", None)
+    stage = overrides.pop("stage", None)
     for family in own if any(family.package for family in own) else known:
         staged = (
             {"stage": stage} if stage is not None and "stage" in inspect.signature(family.function).parameters else {}
         )
-        anatomy: Anatomy | None = family.function(model, **about, **staged)
+        anatomy: Anatomy | None = family.function(model, **overrides, **staged)
         if anatomy is not None:
-            anatomy.assumed_labels = "labels" not in about
+            anatomy.assumed_labels = "labels" not in overrides
             if stage is not None and not anatomy.hierarchical:
                 raise PatchlightError(f"{anatomy.name} has no stages, so stage={stage} does not apply")
             return anatomy

@@ -26,9 +26,10 @@ class FeatureMapAnatomy(CrossedAnatomy):
     can_drop: str | None = "its stages need a complete grid of patches"
 
     def __init__(
-        self, model: nn.Module, *, path: str, shapes: Sequence[Sequence[int]], last: bool = False, **about: Any
+        self, model: nn.Module, *, path: str, shapes: Sequence[Sequence[int]], last: bool = False, **facts: Any
     ) -> None:
-        size, shape = about["preprocess"].size, shapes[0]
+        self.library = facts.pop("library", type(self).library)
+        size, shape = facts["preprocess"].size, shapes[0]
         self.channels_last = last or (len(shape) == 4 and channels_last(shape))
         sides = tuple(shape[1:3]) if self.channels_last else tuple(shape[2:])
         grid = sides if len(shape) == 4 else _rows_and_columns(shape[1], size)
@@ -38,8 +39,8 @@ class FeatureMapAnatomy(CrossedAnatomy):
         steps = [2 ** round(math.log2(side / cells)) for side, cells in zip(size, grid, strict=True)]
         covered = [step * cells for step, cells in zip(steps, grid, strict=True)]
         near = all(abs(a - b) < step for a, b, step in zip(covered, size, steps, strict=True))
-        about = {"pooling": "cls" if prefix else "avg", "extent": covered if near else size, **about}
-        super().__init__(model, paths=[path], grid=grid, prefix=prefix, **about)
+        facts = {"pooling": "cls" if prefix else "avg", "extent": covered if near else size, **facts}
+        super().__init__(model, paths=[path], grid=grid, prefix=prefix, **facts)
         self.hierarchical = True
 
     @property
@@ -92,18 +93,18 @@ def read_feature_map(
     model: nn.Module,
     stage: int,
     kind: type[FeatureMapAnatomy],
-    about: dict[str, Any],
+    facts: dict[str, Any],
     paths: Sequence[str] | None = None,
     within: str = "",
 ) -> Anatomy:
     """A network opened after one of its stages, which end at `paths`, or are found by running its part `within`."""
     like = next(p for p in model.parameters() if p.is_floating_point())
-    inputs = torch.randn(1, about["channels"], *about["preprocess"].size, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(1, facts["channels"], *facts["preprocess"].size, generator=torch.Generator().manual_seed(0))
     stages = discover_stages(model.get_submodule(within), inputs.to(like), paths)
     if not -len(stages) <= stage < len(stages):
-        raise PatchlightError(f"stage {stage} does not exist; {about['name']} has stages 0 to {len(stages) - 1}")
+        raise PatchlightError(f"stage {stage} does not exist; {facts['name']} has stages 0 to {len(stages) - 1}")
     path, shapes = stages[stage]
     if len(shapes) not in (1, 2) or len(shapes[0]) not in (3, 4):
-        raise PatchlightError(f"stage {stage} of {about['name']} has no single feature map")
+        raise PatchlightError(f"stage {stage} of {facts['name']} has no single feature map")
     path = f"{within}.{path}" if within else path
-    return kind(model, path=path, shapes=shapes, stage=stage % len(stages), **about)
+    return kind(model, path=path, shapes=shapes, stage=stage % len(stages), **facts)

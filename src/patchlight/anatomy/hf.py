@@ -24,7 +24,7 @@ from patchlight.anatomy.discovery import Convolution, Discovery
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
-from patchlight.anatomy.locating import found_in, located
+from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import find, named_parts
 from patchlight.anatomy.prompts import ANSWERING
@@ -98,8 +98,8 @@ class Inputs(NamedTuple):
     patches: Convolution | None = None
 
 
-def described(
-    model: Any, known: PublishedFor, classifies: bool, name: str | None, labels: Any, processor: Any, **about: Any
+def model_facts(
+    model: Any, known: PublishedFor, classifies: bool, name: str | None, labels: Any, processor: Any, **facts: Any
 ) -> dict[str, Any]:
     """What every transformers model records about itself: name, classes and labels, channels, preprocessing."""
     config = getattr(model.config, "vision_config", model.config)
@@ -108,24 +108,24 @@ def described(
     if classes and labels is None and names and all(not str(v).startswith("LABEL_") for v in names.values()):
         labels = [str(names[i]) for i in range(len(names))]
     if getattr(model.config, "problem_type", None) == "multi_label_classification":
-        about.setdefault("sigmoid", True)
+        facts.setdefault("sigmoid", True)
     if getattr(model.config, "problem_type", None) == "regression":
-        about.setdefault("regression", True)
+        facts.setdefault("regression", True)
     name = name or getattr(model, "name_or_path", "") or type(model).__name__
     channels, (published, any_size) = int(getattr(config, "num_channels", 3)), known
     native = _pair(getattr(config, "image_size", None) or getattr(config, "crop_size", None) or published.size)
     processor = getattr(processor, "image_processor", processor)  # an image-text configuration
-    if "preprocess" not in about:
-        about["preprocess"] = (
+    if "preprocess" not in facts:
+        facts["preprocess"] = (
             assume_preprocess(published, native, name) if processor is None else as_processed(processor, channels, name)
         )
-    size = about["preprocess"].size
+    size = facts["preprocess"].size
     if not any_size and size != native:
         raise PatchlightError(
             f"{name} takes images of {_times(native)} pixels, but its preprocessing gives {_times(size)}; pass "
             f"preprocess=pl.Preprocess({native}, …)"
         )
-    return {"name": name, "classes": classes, "labels": labels, "channels": channels, **about}
+    return {"name": name, "classes": classes, "labels": labels, "channels": channels, **facts}
 
 
 class HuggingFaceAnatomy(CrossedAnatomy):
@@ -146,24 +146,26 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         labels: Sequence[str] | None = None,
         processor: Any = None,
         stage: int = -2,
-        **about: Any,
+        **facts: Any,
     ) -> None:
         known = self.known.get(type(model).__name__, self.published)
-        about = described(model, known, self.classifies, name=name, labels=labels, processor=processor, **about)
-        inputs = self.inputs(model.config, about)
-        found = found_in(model, self.forward_of, inputs.shape, about["name"], self.prepare, inputs.dims, inputs.patches)
+        facts = model_facts(model, known, self.classifies, name=name, labels=labels, processor=processor, **facts)
+        inputs = self.inputs(model.config, facts)
+        discovery = find_blocks(
+            model, self.forward_of, inputs.shape, facts["name"], self.prepare, inputs.dims, inputs.patches
+        )
         self.head_paths = [path for path in _CLASSIFIERS if find(model, path) is not None] if self.classifies else []
-        about |= located(self.seen_blocks(found, model), inputs.size, stage, about["name"])
-        super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **about)
+        facts |= locate_tokens(self.seen_blocks(discovery, model), inputs.size, stage, facts["name"])
+        super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **facts)
 
-    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
+    def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
         """What the model takes."""
-        size = about["preprocess"].size
-        return Inputs((about["channels"], *size), size)
+        size = facts["preprocess"].size
+        return Inputs((facts["channels"], *size), size)
 
-    def seen_blocks(self, found: Discovery, model: Any) -> Discovery:
+    def seen_blocks(self, discovery: Discovery, model: Any) -> Discovery:
         """The blocks at which the model is opened, of those that its forward shows."""
-        return found
+        return discovery
 
     def prepare(self, net: Any) -> None:
         """Change a copy of the model before it is run."""
@@ -186,11 +188,14 @@ class HuggingFaceAnatomy(CrossedAnatomy):
     def parts(self, index: int) -> Parts:
         if self.windows > 1:
             return Parts(beyond="they take windows of the image one by one")
-        found = named_parts(self.blocks[index])
-        if hasattr(self.blocks[index], "attn") or found.out is None:  # Hiera pools its queries
-            found = replace(found, out=None, value=None, qkv=None)
-        more = "its MLP has more than two linear maps" if found.fc1 is None or found.fc2 is None else self.beyond
-        return replace(found, beyond=more)
+        block = self.blocks[index]
+        if type(block).__name__.startswith("Swinv2"):
+            return Parts(beyond=f"{self.beyond}, and its norms follow attention and MLP")
+        parts = named_parts(block)
+        if hasattr(block, "attn") or parts.out is None:  # Hiera pools its queries
+            parts = replace(parts, out=None, value=None, qkv=None)
+        mlp = "its MLP has more than two linear maps" if parts.fc1 is None or parts.fc2 is None else ""
+        return replace(parts, beyond=mlp or self.beyond)
 
     def own_ends(self) -> Ends | None:
         kinds = ("ViTForImageClassification", "DeiTForImageClassification", "ViTModel", "DeiTModel")
@@ -203,13 +208,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         return Ends(projection, prefix, stem.position_embeddings, backbone.layernorm, head)
 
 
-class HuggingFaceMap(FeatureMapAnatomy):
-    """A network of transformers that is opened as a feature map."""
-
-    library = "transformers"
-
-
-class PerceiverAnatomy(HuggingFaceMap):
+class PerceiverAnatomy(FeatureMapAnatomy):
     """Perceiver, whose blocks read its inputs again and again: it has no blocks here, and its inputs can be dropped."""
 
     can_drop = None
@@ -218,10 +217,10 @@ class PerceiverAnatomy(HuggingFaceMap):
 class VideoAnatomy(HuggingFaceAnatomy):
     """A video classifier of transformers: inputs [B,frames,C,H,W], on a grid of time, rows and columns."""
 
-    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
+    def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
         frames = int(getattr(config, "num_frames", 0) or config.frames_per_clip)
-        size = about["preprocess"].size
-        shape = (frames, about["channels"], *size)
+        size = facts["preprocess"].size
+        shape = (frames, facts["channels"], *size)
         return Inputs(shape, (frames, *size), (0, 2, 3), ("time", "row", "column"))
 
     def dropping(self, positions: Tensor) -> dict[str, Tensor]:
@@ -241,35 +240,35 @@ class TurnsAnatomy(VideoAnatomy):
 class SoundAnatomy(HuggingFaceAnatomy):
     """A spectrogram transformer: inputs [B,time,frequency] on a grid of frequency and time, whose cells overlap."""
 
-    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
+    def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
         shape = int(config.max_length), int(config.num_mel_bins)
         return Inputs(shape, shape[::-1], (1, 0), ("frequency", "time"))
 
 
 @register_family("transformers", package="transformers")
-def read_hf(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
+def read_hf(model: nn.Module, stage: int = -2, **overrides: Any) -> Anatomy | None:
     """The anatomy of a transformers classifier of images, videos or spectrograms, or None."""
     kind = type(model).__name__
     if kind == "Siglip2ForImageClassification":
         from patchlight.anatomy.naflex import NaFlexAnatomy
 
-        return NaFlexAnatomy(model, stage=stage, **about)
+        return NaFlexAnatomy(model, stage=stage, **overrides)
     if "ForImageClassification" in kind:
-        check_kind(kind, about.get("name") or kind)
+        check_kind(kind, overrides.get("name") or kind)
         if not kind.startswith(_MAPS):
-            return HuggingFaceAnatomy(model, stage=stage, **about)
-        given = {"name": None, "labels": None, "processor": None} | about
-        about = described(model, _OTHERS, True, **given)
+            return HuggingFaceAnatomy(model, stage=stage, **overrides)
+        facts = {"name": None, "labels": None, "processor": None, "library": "transformers"} | overrides
+        facts = model_facts(model, _OTHERS, True, **facts)
         if kind.startswith("Perceiver"):
-            return read_feature_map(model, 0, PerceiverAnatomy, about, ["perceiver.input_preprocessor"])
-        return read_feature_map(model, stage, HuggingFaceMap, about)
+            return read_feature_map(model, 0, PerceiverAnatomy, facts, ["perceiver.input_preprocessor"])
+        return read_feature_map(model, stage, FeatureMapAnatomy, facts)
     if "ForVideoClassification" in kind:
-        return (TurnsAnatomy if kind.startswith("Timesformer") else VideoAnatomy)(model, stage=stage, **about)
+        return (TurnsAnatomy if kind.startswith("Timesformer") else VideoAnatomy)(model, stage=stage, **overrides)
     if kind == "ASTForAudioClassification":
         config: Any = model.config
         size = int(config.max_length), int(config.num_mel_bins)
-        given = {"preprocess": Preprocess(size, (0.0,), (1.0,)), **about, "processor": None}
-        return SoundAnatomy(model, stage=stage, **given)
+        facts = {"preprocess": Preprocess(size, (0.0,), (1.0,)), **overrides, "processor": None}
+        return SoundAnatomy(model, stage=stage, **facts)
     return None
 
 
@@ -380,18 +379,18 @@ def as_processed(processor: Any, channels: int, name: str) -> Preprocess:
     """
     kind = type(processor).__name__
     otherwise = "pass preprocess=pl.Preprocess(…) to define its preprocessing"
-    read = read_options(processor, f"the {kind} of {name}", otherwise)
+    base = read_options(processor, f"the {kind} of {name}", otherwise)
     if channels not in (1, 3):
-        return read
+        return base
     try:
-        pictures = _trials(read, channels)
-        given = [torch.as_tensor(processor(p, return_tensors="pt")["pixel_values"][0]).double() for p in pictures]
+        pictures = _trials(base, channels)
+        expected = [torch.as_tensor(processor(p, return_tensors="pt")["pixel_values"][0]).double() for p in pictures]
     except Exception as error:
         reason = first_line(error)
         raise PatchlightError(f"the {kind} of {name} does not work on a plain image ({reason}); {otherwise}") from error
     for corner in _CORNERS:
-        preprocess = replace(read, corner=corner)
-        difference = max(_difference(preprocess, p, g) for p, g in zip(pictures, given, strict=True))
+        preprocess = replace(base, corner=corner)
+        difference = max(_difference(preprocess, p, g) for p, g in zip(pictures, expected, strict=True))
         if difference < 1:
             return preprocess
     raise PatchlightError(f"the {kind} of {name} does more than resize, crop the centre and normalise; {otherwise}")

@@ -61,12 +61,12 @@ class BackboneAnatomy(HuggingFaceAnatomy):
         "DINOv3ViTModel": PublishedFor(DINO3, True),
     }
 
-    def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
+    def __init__(self, model: Any, labels: Sequence[str] | None = None, **facts: Any) -> None:
         if labels is not None:
             raise PatchlightError(
                 f"{type(model).__name__} has no classes, so labels do not apply; give labels to the head"
             )
-        super().__init__(model, **about)
+        super().__init__(model, **facts)
 
     def logits_of(self, out: Any, rows: int) -> Tensor:
         """The normalised CLS token."""
@@ -97,11 +97,11 @@ class TowerAnatomy(BackboneAnatomy):
         "SiglipVisionModel": PublishedFor(SIGLIP),
     }
 
-    def __init__(self, model: Any, **about: Any) -> None:
+    def __init__(self, model: Any, **facts: Any) -> None:
         if getattr(model.config, "vision_use_head", True) is False:
-            name = about.get("name") or type(model).__name__
+            name = facts.get("name") or type(model).__name__
             raise PatchlightError(f"{name} has no pooling (vision_use_head=False), so it has no image features")
-        super().__init__(model, **about)
+        super().__init__(model, **facts)
 
     def logits_of(self, out: Any, rows: int) -> Tensor:
         projected = getattr(out, "image_embeds", None)
@@ -118,9 +118,9 @@ class HuggingFacePair(TowerAnatomy, TextSide):
 
     tokenizer_advice = "tokenizer=, or processor= one of transformers that contains it"
 
-    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **about: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, **facts: Any) -> None:
         self.tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
-        super().__init__(model, processor=processor, **about)
+        super().__init__(model, processor=processor, **facts)
 
     @property
     def _sigmoid(self) -> bool:
@@ -144,11 +144,11 @@ class HuggingFacePair(TowerAnatomy, TextSide):
         sizes = cast(Any, self.model).config.text_config
         room = int(sizes.max_position_embeddings)
         texts = [prompt.lower() for prompt in prompts] if self._sigmoid else list(prompts)
-        filled: dict[str, Any] = {"padding": "max_length", "max_length": room} if self._sigmoid else {"padding": True}
+        padding: dict[str, Any] = {"padding": "max_length", "max_length": room} if self._sigmoid else {"padding": True}
         try:
             lengths = [len(ids) for ids in self.tokenizer(texts)["input_ids"]]
             check_length(prompts, lengths, room, self.name)
-            found = self.tokenizer(texts, return_tensors="pt", **filled)
+            tokens = self.tokenizer(texts, return_tensors="pt", **padding)
         except PatchlightError:
             raise
         except Exception as error:
@@ -156,9 +156,9 @@ class HuggingFacePair(TowerAnatomy, TextSide):
             raise PatchlightError(
                 f"the {type(self.tokenizer).__name__} of {self.name} cannot read {prompts[0]!r}: {reason}"
             ) from error
-        check_vocabulary(found["input_ids"], int(sizes.vocab_size), self.name)
+        check_vocabulary(tokens["input_ids"], int(sizes.vocab_size), self.name)
         names = ("input_ids",) if self._sigmoid else ("input_ids", "attention_mask")
-        return {name: found[name] for name in names if name in found}
+        return {name: tokens[name] for name in names if name in tokens}
 
     def text_outputs(self) -> Outputs:
         net: Any = self.net
@@ -203,14 +203,14 @@ def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             raise not_cached(f"hf:{name}", "it is", reason, "hf:FOLDER of a local model") from error
         raise
     check_complete(info, saved, name)
-    about: dict[str, Any] = {}
-    if not isinstance(request.about.get("preprocess"), Preprocess):
-        about["processor"] = read_processor(name, where)
+    overrides: dict[str, Any] = {}
+    if not isinstance(request.overrides.get("preprocess"), Preprocess):
+        overrides["processor"] = read_processor(name, where)
     if saved in ANSWERING:
-        about |= read_speech(name, where)
-    elif has_text_side(model) and "tokenizer" not in request.about:
-        about["tokenizer"] = read_tokenizer(name, where)
-    return model, about
+        overrides |= read_speech(name, where)
+    elif has_text_side(model) and "tokenizer" not in request.overrides:
+        overrides["tokenizer"] = read_tokenizer(name, where)
+    return model, overrides
 
 
 def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tuple[str, dict[str, Any]]:
@@ -233,11 +233,11 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
 
 
 @register_family("transformers backbones", package="transformers", prefix="hf", create=create_hf)
-def read_backbone(model: nn.Module, **about: Any) -> Anatomy | None:
+def read_backbone(model: nn.Module, **overrides: Any) -> Anatomy | None:
     """The anatomy of a transformers model without a classifier, or None."""
-    check_kind(type(model).__name__, about.get("name") or type(model).__name__)
+    check_kind(type(model).__name__, overrides.get("name") or type(model).__name__)
     anatomy = next((kind for kind in _KINDS if type(model).__name__ in kind.known), None)
-    return None if anatomy is None else anatomy(model, **about)
+    return None if anatomy is None else anatomy(model, **overrides)
 
 
 def supported() -> list[str]:

@@ -52,9 +52,9 @@ def cached(repository: str, *names: str) -> Path | None:
 
     owner_and_name, _, revision = repository.partition("@")
     for name in names:
-        found: Any = try_to_load_from_cache(owner_and_name, name, revision=revision or None)
-        if isinstance(found, str):
-            return Path(found)
+        path: Any = try_to_load_from_cache(owner_and_name, name, revision=revision or None)
+        if isinstance(path, str):
+            return Path(path)
     return None
 
 

@@ -97,14 +97,14 @@ class Site:
 
 def part_blocks(net: nn.Module, paths: Sequence[str]) -> None:
     """Give a twin a block of its own, with the same weights, where a model runs the same one again."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path in paths:
         owner, _, name = path.rpartition(".")
         block = net.get_submodule(path)
-        if id(block) in seen:
+        if id(block) in visited:
             block = copy.copy(block)
             setattr(net.get_submodule(owner), name, block)
-        seen.add(id(block))
+        visited.add(id(block))
 
 
 @dataclass
@@ -132,19 +132,19 @@ class Sites:
         return self._numbers.get(id(module))
 
     @contextlib.contextmanager
-    def seeing_stem(self, key: Any, path: str) -> Iterator[None]:
+    def noting_stem(self, key: Any, path: str) -> Iterator[None]:
         """Inside, record the modules beside the `path` of the first block that run before it, and their outputs."""
         taken = {id(module) for module in (*self.blocks, *self.heads)}
-        found: list[tuple[nn.Module, Any]] = []
+        ran: list[tuple[nn.Module, Any]] = []
         owner, hooks, beside = self.net, [], list[nn.Module]()
         for part in path.split("."):
             beside += [child for name, child in owner.named_children() if name != part]
             owner = getattr(owner, part)
         for module in beside:
             if taken.isdisjoint(map(id, module.modules())):
-                hooks.append(module.register_forward_hook(lambda module, _, out: found.append((module, out))))
+                hooks.append(module.register_forward_hook(lambda module, _, out: ran.append((module, out))))
         stem = self.stems[key] = []
-        hooks.append(self.blocks[0].register_forward_pre_hook(lambda *_: stem.extend(found)))
+        hooks.append(self.blocks[0].register_forward_pre_hook(lambda *_: stem.extend(ran)))
         try:
             yield
         finally:
@@ -190,15 +190,15 @@ def gathered(value: Tensor, places: Tensor, keep: Tensor, count: int, pairs: boo
         return value
     index = places if size == count else keep
     alone = value.ndim == 2
-    whole, value = value, value[0] if not alone and len(value) == 1 else value
+    unchanged, value = value, value[0] if not alone and len(value) == 1 else value
     axes = [axis for axis in range(value.ndim) if value.shape[axis] == size]
     if axes[-2:] == [value.ndim - 2, value.ndim - 1]:
         if not pairs:
-            return whole
-        found = value[..., index[:, :, None], index[:, None, :]].movedim(-3, 0)
+            return unchanged
+        out = value[..., index[:, :, None], index[:, None, :]].movedim(-3, 0)
     else:
-        found = value.movedim(axes[0], 0)[index].movedim(1, axes[0] + 1)
-    return found[:, None] if alone else found
+        out = value.movedim(axes[0], 0)[index].movedim(1, axes[0] + 1)
+    return out[:, None] if alone else out
 
 
 _LOCAL = threading.local()

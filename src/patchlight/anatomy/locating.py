@@ -54,7 +54,7 @@ class Stages:
         return Merging(fine, coarse, kernel, stride, padding)
 
 
-def found_in(
+def find_blocks(
     model: nn.Module,
     run: Callable[[nn.Module, Tensor], Any],
     shape: tuple[int, ...],
@@ -67,17 +67,17 @@ def found_in(
     like = next(p for p in model.parameters() if p.is_floating_point())
     inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        found = discover(model, run, inputs, prepare, dims, patches)
+        discovery = discover(model, run, inputs, prepare, dims, patches)
     except PatchlightError as error:
         raise PatchlightError(f"{name} cannot be opened: {error}") from error
     except Exception as error:
         raise refused_input(name, (1, *shape), error) from error
-    if found is None:
+    if discovery is None:
         raise PatchlightError(f"{name} is a convolutional network: it has no attention between patches")
-    return found
+    return discovery
 
 
-def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> dict[str, Any]:
+def locate_tokens(discovery: Discovery, size: tuple[int, ...], stage: int, name: str) -> dict[str, Any]:
     """Where the tokens of a model are, as keywords of `CrossedAnatomy`.
 
     Args:
@@ -86,34 +86,39 @@ def located(found: Discovery, size: tuple[int, ...], stage: int, name: str) -> d
         stage: The stage at which a hierarchical model is opened.
         name: The name of the model in errors.
     """
-    counts = [found.tokens(index) for index in range(len(found.blocks) + 1)]
-    about: dict[str, Any] = {"heads": found.heads, "pools": found.pools, "attentions": found.attentions}
+    counts = [discovery.tokens(index) for index in range(len(discovery.blocks) + 1)]
+    facts: dict[str, Any] = {"heads": discovery.heads, "pools": discovery.pools, "attentions": discovery.attentions}
     if len(set(counts)) == 1:
-        (prefix, suffix), grid = found.constant, found.grid(0, sum(found.constant))
-        about |= {"paths": found.blocks, "prefix": prefix, "suffix": suffix, "order": found.order}
-        about |= {"windows": found.windows}
-        return {**about, "grid": grid, "geometry": _geometry(found, grid, size)}
-    begins = [0, *(i for i in range(1, len(found.blocks)) if counts[i] != counts[i - 1])]
+        (prefix, suffix), grid = discovery.constant, discovery.grid(0, sum(discovery.constant))
+        facts |= {"paths": discovery.blocks, "prefix": prefix, "suffix": suffix, "order": discovery.order}
+        facts |= {"windows": discovery.windows}
+        return {**facts, "grid": grid, "geometry": _geometry(discovery, grid, size)}
+    begins = [0, *(i for i in range(1, len(discovery.blocks)) if counts[i] != counts[i - 1])]
     if not -len(begins) <= stage < len(begins):
         raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
     first = begins[stage]
-    grids = [found.grid(index) for index in range(first, len(counts))]
-    left = [math.prod(shape[1:-1]) for shape in found.ends]
-    merges = {i - first: c[0] for i, c in found.convolutions.items() if i > first}
+    grids = [discovery.grid(index) for index in range(first, len(counts))]
+    left = [math.prod(shape[1:-1]) for shape in discovery.ends]
+    merges = {i - first: c[0] for i, c in discovery.convolutions.items() if i > first}
     merging = {i: (c.kernel[0], c.stride[0], c.padding[0]) for i, c in merges.items()}
-    about |= {
-        "attentions": found.attentions[first:],
-        "paths": found.blocks[first:],
+    facts |= {
+        "attentions": discovery.attentions[first:],
+        "paths": discovery.blocks[first:],
         "stages": Stages(grids, counts[first:], left[first:], merging),
         "prefix": 0,
         "stage": stage % len(begins),
     }
-    return {**about, "grid": grids[0], "extent": _covered(found, grids[0], size), "order": _coarser(found, grids[0])}
+    return {
+        **facts,
+        "grid": grids[0],
+        "extent": _covered(discovery, grids[0], size),
+        "order": _coarser(discovery, grids[0]),
+    }
 
 
-def _covered(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
+def _covered(discovery: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
     """The part of the input that a grid of merged patches covers: more than its size where patches were padded."""
-    stem = found.stem
+    stem = discovery.stem
     if stem is None:
         return size
     steps = range(1, max(stem.grid) + 1)
@@ -122,10 +127,10 @@ def _covered(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> 
     return covered if step else size
 
 
-def _geometry(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:
+def _geometry(discovery: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:
     """What the cells cover, from the convolution that cuts them."""
-    covers = found.covers()
-    dims = None if found.dims == (1, 2) else found.dims
+    covers = discovery.covers()
+    dims = None if discovery.dims == (1, 2) else discovery.dims
     unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
     if covers is None:
         return Geometry.even(grid, size, unit=unit, dims=dims)
@@ -136,10 +141,10 @@ def _geometry(found: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) ->
     return Geometry(size, step, cell, begin, unit, dims)
 
 
-def _coarser(found: Discovery, grid: tuple[int, ...]) -> tuple[int, ...] | None:
+def _coarser(discovery: Discovery, grid: tuple[int, ...]) -> tuple[int, ...] | None:
     """The order of the cells of a coarser grid: a model that pools tokens in place keeps the order of the first."""
-    if found.order is None or found.stem is None or found.order == tuple(range(len(found.order))):
+    if discovery.order is None or discovery.stem is None or discovery.order == tuple(range(len(discovery.order))):
         return None
-    fine = torch.tensor(found.order).view(found.stem.grid)
-    step = found.stem.grid[0] // grid[0]
+    fine = torch.tensor(discovery.order).view(discovery.stem.grid)
+    step = discovery.stem.grid[0] // grid[0]
     return tuple((fine[::step, ::step].flatten() % math.prod(grid)).tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -26,22 +25,22 @@ class NaFlexAnatomy(HuggingFaceAnatomy):
     given. All images of a call must have the same grid.
     """
 
-    def __init__(self, model: Any, name: str | None = None, processor: Any = None, **about: Any) -> None:
+    def __init__(self, model: Any, name: str | None = None, processor: Any = None, **facts: Any) -> None:
         config = model.config.vision_config
-        self.patch, self.adapts = int(config.patch_size), "preprocess" not in about
+        self.patch, self.adapts = int(config.patch_size), "preprocess" not in facts
         processor = getattr(processor, "image_processor", processor)
         self.most = int(getattr(processor, "max_num_patches", config.num_patches))
         name = name or getattr(model, "name_or_path", "") or type(model).__name__
         if self.adapts and processor is None:
-            about["preprocess"] = assume_preprocess(_PUBLISHED, self._size_of(1, 1), name)
+            facts["preprocess"] = assume_preprocess(_PUBLISHED, self._size_of(1, 1), name)
         elif self.adapts:
             mean, std = (tuple(map(float, values)) for values in (processor.image_mean, processor.image_std))
-            about["preprocess"] = replace(_PUBLISHED, size=self._size_of(1, 1), mean=mean, std=std)
-        self._check_size(about["preprocess"].size, name)
-        super().__init__(model, name=name, **about)
+            facts["preprocess"] = replace(_PUBLISHED, size=self._size_of(1, 1), mean=mean, std=std)
+        self._check_size(facts["preprocess"].size, name)
+        super().__init__(model, name=name, **facts)
 
-    def inputs(self, config: Any, about: Mapping[str, Any]) -> Inputs:
-        inputs, side = super().inputs(config, about), (self.patch,) * 2
+    def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
+        inputs, side = super().inputs(config, facts), (self.patch,) * 2
         rows, columns = (length // self.patch for length in inputs.size)
         return inputs._replace(patches=Convolution("", (rows, columns), side, side, (0, 0)))
 
@@ -93,13 +92,8 @@ class NaFlexAnatomy(HuggingFaceAnatomy):
             )
 
     def _size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Height and width to which a photograph of this size is resized: the largest grid, its sides rounded up."""
-        low, high, rows, columns = 1e-6, 100.0, 1, 1  # a search as in the processor of transformers, to its precision
-        while high - low >= 1e-5:
-            scale = (low + high) / 2
-            tried = tuple(max(math.ceil(side * scale / self.patch), 1) for side in (height, width))
-            if math.prod(tried) <= self.most:
-                low, (rows, columns) = scale, tried
-            else:
-                high = scale
-        return rows * self.patch, columns * self.patch
+        """Height and width to which transformers resizes a photograph: the largest grid, its sides rounded up."""
+        from transformers.models.siglip2.image_processing_siglip2 import get_image_size_for_max_num_patches
+
+        rows, columns = get_image_size_for_max_num_patches(height, width, self.patch, self.most)
+        return rows, columns

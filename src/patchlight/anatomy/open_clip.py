@@ -55,11 +55,11 @@ class OpenClipPair(TextSide, CrossedAnatomy):
 class OpenClipAnatomy(OpenClipPair):
     """An open_clip tower, whose attention is torch's MultiheadAttention."""
 
-    def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, **facts: Any) -> None:
         visual = model.visual
         if visual.attn_pool is not None or visual.pool_type not in ("tok", "avg"):
             raise Unsupported(
-                f"{about['name']} pools its tokens by an attention that cannot be read; "
+                f"{facts['name']} pools its tokens by an attention that cannot be read; "
                 "towers that pool by token or average work"
             )
         self.tokenizer = tokenizer
@@ -73,7 +73,7 @@ class OpenClipAnatomy(OpenClipPair):
             pooling="cls" if visual.pool_type == "tok" else "avg",
             heads=int(blocks[0].attn.num_heads),
             classes=0,
-            **about,
+            **facts,
         )
 
     @property
@@ -105,9 +105,9 @@ class OpenClipTimmAnatomy(OpenClipPair, TimmAnatomy):
 
     plain_ends = False
 
-    def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, **facts: Any) -> None:
         self.tokenizer = tokenizer
-        super().__init__(model, path="visual.trunk", classes=0, **about)
+        super().__init__(model, path="visual.trunk", classes=0, **facts)
 
 
 def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
@@ -121,7 +121,7 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     except ImportError as error:
         raise missing_extra("'open_clip:' models need", "open_clip_torch", "open_clip") from error
     name, tag, fetch = request.name, request.tag, request.pretrained
-    given: dict[str, Any] = {"pretrained_text": fetch, **request.options}
+    options: dict[str, Any] = {"pretrained_text": fetch, **request.options}
     local = Path(name).is_dir()
     if local:
         if not (Path(name) / "open_clip_config.json").is_file():
@@ -132,18 +132,22 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     elif name.startswith("hf-hub:"):
         source = name
     else:
-        known = open_clip.list_models()
-        if name not in known:
-            raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, known)}, or give a folder")
+        names = open_clip.list_models()
+        if name not in names:
+            raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, names)}, or give a folder")
         source = name
-        given = {**(_weights(name, _tag(name, tag)) if fetch else {}), **given}
-    model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **given)
-    return model, {"tokenizer": _tokenizer(source, local), **request.about}
+        options = {**(_weights(name, _tag(name, tag)) if fetch else {}), **options}
+    model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **options)
+    return model, {"tokenizer": _tokenizer(source, local), **request.overrides}
 
 
 @register_family("open_clip", package="open_clip", prefix="open_clip", create=create_open_clip, tagged=True)
 def read_open_clip(
-    model: nn.Module, name: str | None = None, labels: Sequence[str] | None = None, tokenizer: Any = None, **about: Any
+    model: nn.Module,
+    name: str | None = None,
+    labels: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    **overrides: Any,
 ) -> Anatomy | None:
     """The anatomy of an open_clip model, or None."""
     kind, visual = type(model).__name__, cast(Any, model).visual if hasattr(model, "visual") else None
@@ -158,16 +162,16 @@ def read_open_clip(
     if labels is not None:
         raise PatchlightError(f"{name} has no classes, so labels do not apply; give labels to the head")
     tokenizer = _own_tokenizer(model) if tokenizer is None else tokenizer
-    about["name"] = name
-    if "preprocess" not in about:
-        about["preprocess"] = _preprocess(visual, name)
+    overrides["name"] = name
+    if "preprocess" not in overrides:
+        overrides["preprocess"] = _preprocess(visual, name)
     if type(visual).__name__ == "VisionTransformer":
-        return OpenClipAnatomy(model, tokenizer, **about)
+        return OpenClipAnatomy(model, tokenizer, **overrides)
     trunk = getattr(visual, "trunk", None)
     if not _is_plain(trunk):
         inside = type(visual if trunk is None else trunk).__name__
         raise Unsupported(f"{name} cannot be opened: its image encoder is a {inside}, not a plain Vision Transformer")
-    return OpenClipTimmAnatomy(model, tokenizer, **about)
+    return OpenClipTimmAnatomy(model, tokenizer, **overrides)
 
 
 def _is_plain(trunk: Any) -> bool:
@@ -182,17 +186,17 @@ def _weights(name: str, tag: str) -> dict[str, Any]:
     """Options of open_clip's constructor for the weights of a tag; from the local cache without a hub."""
     import open_clip
 
-    said = dict(open_clip.get_pretrained_cfg(name, tag))
-    given = {"pretrained": tag, "force_quick_gelu": bool(said.get("quick_gelu", False))}
-    repository, _, file = str(said.get("hf_hub", "")).rpartition("/")
+    config = dict(open_clip.get_pretrained_cfg(name, tag))
+    options = {"pretrained": tag, "force_quick_gelu": bool(config.get("quick_gelu", False))}
+    repository, _, file = str(config.get("hf_hub", "")).rpartition("/")
     reason = unreachable() if repository else ""
     if not reason:
-        return given
+        return options
     found = cached(repository, *([file] if file else ["open_clip_model.safetensors", "open_clip_pytorch_model.bin"]))
     if found is None:
         what, advice = f"its weights '{tag}' are", "weights=FILE, or pretrained=False for random ones"
         raise not_cached(f"open_clip:{name}", what, reason, advice)
-    return {**given, "pretrained": str(found), "force_preprocess_cfg": said}
+    return {**options, "pretrained": str(found), "force_preprocess_cfg": config}
 
 
 def _tokenizer(source: str, local: bool) -> Any:
@@ -210,15 +214,15 @@ def _tokenizer(source: str, local: bool) -> Any:
 def _tag(name: str, tag: str | None) -> str:
     import open_clip
 
-    known = open_clip.list_pretrained_tags_by_model(name)
-    if not known:
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if not tags:
         raise PatchlightError(
             f"open_clip has no weights for '{name}'; give weights=FILE, or pretrained=False for random ones"
         )
     if tag is None:
-        return "openai" if "openai" in known else known[0]
-    if tag not in known:
-        raise PatchlightError(f"open_clip has no weights '{tag}' for '{name}'; {nearest(tag, known)}")
+        return "openai" if "openai" in tags else tags[0]
+    if tag not in tags:
+        raise PatchlightError(f"open_clip has no weights '{tag}' for '{name}'; {nearest(tag, tags)}")
     return tag
 
 
@@ -227,18 +231,18 @@ def _preprocess(visual: Any, name: str) -> Preprocess:
     from open_clip.model import get_model_preprocess_cfg
     from open_clip.transform import PreprocessCfg
 
-    said = PreprocessCfg(**get_model_preprocess_cfg(visual))
-    if said.resize_mode not in ("shortest", "squash"):
+    config = PreprocessCfg(**get_model_preprocess_cfg(visual))
+    if config.resize_mode not in ("shortest", "squash"):
         raise PatchlightError(
             f"the images of {name} are resized to their longer side and padded (resize_mode "
-            f"'{said.resize_mode}'); pass preprocess=pl.Preprocess(…) to change this"
+            f"'{config.resize_mode}'); pass preprocess=pl.Preprocess(…) to change this"
         )
     return Preprocess(
-        size=cast("tuple[int, int]", tuple(said.input_size[1:])),
-        mean=tuple(said.mean),
-        std=tuple(said.std),
-        interpolation="bilinear" if said.interpolation == "bilinear" else "bicubic",
-        fit="squash" if said.resize_mode == "squash" else "crop",
+        size=cast("tuple[int, int]", tuple(config.input_size[1:])),
+        mean=tuple(config.mean),
+        std=tuple(config.std),
+        interpolation="bilinear" if config.interpolation == "bilinear" else "bicubic",
+        fit="squash" if config.resize_mode == "squash" else "crop",
     )
 
 

@@ -242,7 +242,7 @@ class Anatomy(Readout):
         """
         bare = self if self.bare is None else self.bare
         bound = head.bound(bare) if bind else head
-        asked = bare.copy_with(
+        other = bare.copy_with(
             head=bound,
             bare=bare,
             classes=len(bound.labels),
@@ -252,9 +252,9 @@ class Anatomy(Readout):
             pooling=bound.pooling or bare.pooling,
             _computing=Computing(),
         )
-        if asked.question is None:
-            asked.check()
-        return asked
+        if other.question is None:
+            other.check()
+        return other
 
     def prepared(self, image: Tensor, size: tuple[int, int] | None = None) -> Self:
         """The model with its question prepared for one image; itself if its head is the same for every image.
@@ -265,16 +265,16 @@ class Anatomy(Readout):
             image: The preprocessed image [1,...].
             size: Width and height of its photograph, if it has one.
         """
-        asked, bare = self.question, self.bare
-        if asked is None or bare is None or asked.image == hash_images(image):
+        question, bare = self.question, self.bare
+        if question is None or bare is None or question.image == hash_images(image):
             return self
-        asked = asked.general or asked
-        cache, key = self.running.prepared, (asked, hash_images(image), size)
+        question = question.general or question
+        cache, key = self.running.prepared, (question, hash_images(image), size)
         if key not in cache:
             while len(cache) >= _PREPARED:
                 del cache[next(iter(cache))]
             with bare.settled(), torch.inference_mode(False):
-                cache[key] = asked.for_image(bare, bare.place(image), size)
+                cache[key] = question.for_image(bare, bare.place(image), size)
         head = cache[key]
         paired = head.outputs.kind == "paired"
         return self.copy_with(
@@ -449,7 +449,7 @@ class Anatomy(Readout):
         low = self._computing
         return torch.autocast(self.device.type, low.dtype, enabled=low.only is not None)
 
-    def see_calls(self) -> None:
+    def record_calls(self) -> None:
         """Record how the forward calls the blocks, before taps watch them."""
 
     @contextlib.contextmanager

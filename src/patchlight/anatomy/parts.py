@@ -44,13 +44,13 @@ def find(module: Any, *paths: str) -> Any:
 
 def named_parts(block: nn.Module) -> Parts:
     """The parts of a block with these names; None for the others."""
-    found = {part: find(block, *paths) for part, paths in _NAMES.items()}
+    parts = {part: find(block, *paths) for part, paths in _NAMES.items()}
     if find(block, "mlp.gate_proj") is None:
-        found["fc1"] = found["fc1"] or find(block, "mlp.up_proj")
-        found["fc2"] = found["fc2"] or find(block, "mlp.down_proj")
+        parts["fc1"] = parts["fc1"] or find(block, "mlp.up_proj")
+        parts["fc2"] = parts["fc2"] or find(block, "mlp.down_proj")
     attentions = (_maps(find(block, path)) for path in _ATTENTIONS)
     value, qkv = next((maps for maps in attentions if maps[0] is not None), (None, None))
-    return Parts(**found, value=value, qkv=qkv)
+    return Parts(**parts, value=value, qkv=qkv)
 
 
 def parts_of_timm(block: nn.Module) -> Parts:

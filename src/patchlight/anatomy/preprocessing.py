@@ -22,36 +22,38 @@ Prepared = Preprocess | PreprocessSpec
 """A complete preprocessing, or overrides of a model's."""
 
 
-def read_preprocess(given: Any) -> Prepared:
+def read_preprocess(source: Any) -> Prepared:
     """Read a preprocessing that a user gives.
 
     A `Preprocess`, an image processor of transformers, or a folder with its preprocessor_config.json is complete. A
     dictionary, or a JSON or TOML file, has some of the fields of `Preprocess`; the others stay the model's.
     """
-    if isinstance(given, PreprocessSpec) and None not in (fields := given.model_dump()).values():
+    if isinstance(source, PreprocessSpec) and None not in (fields := source.model_dump()).values():
         return Preprocess(**fields)
-    if isinstance(given, Preprocess | PreprocessSpec):
-        return given
-    if isinstance(given, Mapping):
-        return _checked(given, "preprocess")
-    if isinstance(given, str | Path):
-        return _read_path(Path(given))
-    if callable(given) and hasattr(given, "image_mean"):
-        return as_processed(given, 3, "the model")
+    if isinstance(source, Preprocess | PreprocessSpec):
+        return source
+    if isinstance(source, Mapping):
+        return _checked(source, "preprocess")
+    if isinstance(source, str | Path):
+        return _read_path(Path(source))
+    if callable(source) and hasattr(source, "image_mean"):
+        return as_processed(source, 3, "the model")
     raise PatchlightError(
-        f"preprocess is {type(given).__name__}; give a pl.Preprocess((height, width), …), a dictionary or a JSON or "
+        f"preprocess is {type(source).__name__}; give a pl.Preprocess((height, width), …), a dictionary or a JSON or "
         "TOML file of some of its fields, or the folder of an image processor"
     )
 
 
-def applied(given: Prepared, own: Callable[[], Preprocess]) -> Preprocess:
+def applied(overrides: Prepared, native: Callable[[], Preprocess]) -> Preprocess:
     """A preprocessing whose missing fields are those of the model."""
-    return given if isinstance(given, Preprocess) else replace(own(), **given.model_dump(exclude_none=True))
+    return (
+        overrides if isinstance(overrides, Preprocess) else replace(native(), **overrides.model_dump(exclude_none=True))
+    )
 
 
-def as_spec(given: Any) -> PreprocessSpec:
+def as_spec(source: Any) -> PreprocessSpec:
     """A preprocessing in the form of a recipe."""
-    read = read_preprocess(given)
+    read = read_preprocess(source)
     return read if isinstance(read, PreprocessSpec) else PreprocessSpec.model_validate(asdict(read))
 
 

@@ -25,7 +25,7 @@ def probe(vit: Anatomy) -> None:
     """Refuse a model whose parts do not give its logits; read classes, width and whether attention can be read."""
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
         image = random_image(vit)
-        whole = _whole(vit, image)
+        expected = _whole(vit, image)
         tokens = vit.embed(image)
         _read_tokens(vit, tokens)
         logits = vit.classified(vit.run(tokens))
@@ -33,7 +33,7 @@ def probe(vit: Anatomy) -> None:
         vit.attention = vit.can_attend or seen
         vit.gradient = _gradient(vit)
         vit.reads_first = _reads_first(vit, tokens, logits)
-    _compare(vit, whole, logits)
+    _compare(vit, expected, logits)
     _read_classes(vit, logits)
 
 
@@ -61,7 +61,7 @@ def refused_input(name: str, shape: Sequence[int], error: Exception) -> Patchlig
 def _whole(vit: Anatomy, image: Tensor) -> Tensor:
     """The logits of the whole model."""
     try:
-        out: Any = vit.whole(image)
+        out: Any = vit.model_output(image)
     except Exception as error:
         raise refused_input(vit.name, image.shape, error) from error
     out = getattr(out, "logits", out)
@@ -84,18 +84,18 @@ def _read_tokens(vit: Anatomy, tokens: Tensor) -> None:
     vit.width = tokens.shape[2]
 
 
-def _compare(vit: Anatomy, whole: Tensor, logits: Tensor) -> None:
+def _compare(vit: Anatomy, expected: Tensor, logits: Tensor) -> None:
     """Refuse parts whose logits differ from those of the whole by more than rounding."""
-    if whole.shape != logits.shape:
+    if expected.shape != logits.shape:
         raise PatchlightError(
-            f"{vit.name} gives logits {list(whole.shape)}, its parts {list(logits.shape)}: its forward does more than "
-            f"embed, blocks and readout; {BY_HAND}"
+            f"{vit.name} gives logits {list(expected.shape)}, its parts {list(logits.shape)}: its forward does more "
+            f"than embed, blocks and readout; {BY_HAND}"
         )
-    if not alike(whole, logits):
+    if not alike(expected, logits):
         raise PatchlightError(
             f"{vit.name} gives other logits than its embedding, blocks and head put together (they differ by "
-            f"{distance(whole, logits):.2g}, the largest is {float(whole.abs().max()):.2g}): its forward, or a hook, "
-            f"does more; {BY_HAND}"
+            f"{distance(expected, logits):.2g}, the largest is {float(expected.abs().max()):.2g}): its forward, or a "
+            f"hook, does more; {BY_HAND}"
         )
 
 
@@ -180,15 +180,15 @@ def _attention(vit: Anatomy, tokens: Tensor) -> str | None:
             return str(error)
         if tap.matrix is None:
             return "no softmax over tokens was found in its blocks"
-        seen = tap.matrix.flatten(0, 1) if tap.matrix.ndim == 5 else tap.matrix
+        matrix = tap.matrix.flatten(0, 1) if tap.matrix.ndim == 5 else tap.matrix
         if tap.reach is not None:
-            reason = tap.reach.misses(seen)
+            reason = tap.reach.misses(matrix)
         else:
             count = tokens.shape[1]
-            whole = seen.shape[-2:] == (count, count)
-            reason = None if whole else f"its attention is {list(seen.shape)}, not between all {count} tokens"
+            whole = matrix.shape[-2:] == (count, count)
+            reason = None if whole else f"its attention is {list(matrix.shape)}, not between all {count} tokens"
         if reason is not None:
             return reason
-        vit.heads = seen.shape[1]
+        vit.heads = matrix.shape[1]
         tokens = after
     return None

@@ -23,8 +23,8 @@ class TaskAnatomy(CrossedAnatomy):
 
     class_names: Sequence[str] = ()
 
-    def __init__(self, model: Any, **about: Any) -> None:
-        super().__init__(model, **{"classes": 0, "pooling": "gradient", **about})
+    def __init__(self, model: Any, **facts: Any) -> None:
+        super().__init__(model, **{"classes": 0, "pooling": "gradient", **facts})
 
     def logits_of(self, out: Any, rows: int) -> Tensor:
         """All numbers of the output [rows,K]."""
@@ -60,17 +60,18 @@ class TaskAnatomy(CrossedAnatomy):
             PatchlightError: The box is empty, or lies outside the image.
         """
         height, width = self.preprocess.size
-        shown = size or (width, height)
+        photo_size = size or (width, height)
         left, top, right, bottom = (float(side) for side in box)
         if not left < right or not top < bottom:
             raise PatchlightError(
                 f"{what} {list(box)} is empty; give (left, top, right, bottom) with left < right, top < bottom"
             )
         preprocess = self.preprocess if size is not None else Preprocess((height, width), fit="squash")
-        moved = preprocess.boxes(torch.tensor([[left, top, right, bottom]]), shown)
-        outside = left >= shown[0] or top >= shown[1] or right <= 0 or bottom <= 0
+        moved = preprocess.boxes(torch.tensor([[left, top, right, bottom]]), photo_size)
+        outside = left >= photo_size[0] or top >= photo_size[1] or right <= 0 or bottom <= 0
         if outside or len(moved) == 0:
             raise PatchlightError(
-                f"{what} {list(box)} lies outside the image, which is {shown[0]} pixels wide and {shown[1]} high"
+                f"{what} {list(box)} lies outside the image, which is {photo_size[0]} pixels wide and "
+                f"{photo_size[1]} high"
             )
         return moved[0]

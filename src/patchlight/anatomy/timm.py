@@ -35,30 +35,30 @@ class TimmAnatomy(CrossedAnatomy):
     """The lists of blocks, in order."""
 
     def __init__(
-        self, whole: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **about: Any
+        self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, path: str = "", **facts: Any
     ) -> None:
-        model: Any = whole.get_submodule(path)
-        self.path, self._body = path, f"{path}{'' if hasattr(model, 'blocks') else '.encoder'}".strip(".")
-        body = whole.get_submodule(self._body)
-        self.projects = labels is None and projects(model)
-        about = described(model, name, labels, about)
-        grid, cell = _grid(model, body, about["preprocess"].size)
+        part: Any = model.get_submodule(path)
+        self.path, self._body = path, f"{path}{'' if hasattr(part, 'blocks') else '.encoder'}".strip(".")
+        body = model.get_submodule(self._body)
+        self.projects = labels is None and projects(part)
+        facts = model_facts(part, name, labels, facts)
+        grid, cell = _grid(part, body, facts["preprocess"].size)
         if not path and not self.projects:
-            heads = model.get_classifier()
+            heads = part.get_classifier()
             heads = {id(getattr(head, "fc", head)) for head in (heads if isinstance(heads, tuple) else (heads,))}
-            self.head_paths = [key for key, module in whole.named_modules() if id(module) in heads]
+            self.head_paths = [key for key, module in model.named_modules() if id(module) in heads]
         inside = [f"{name}.{index}" for name in self.lists for index in range(len(getattr(body, name)))]
         super().__init__(
-            whole,
+            model,
             paths=[f"{self._body}.{each}".strip(".") for each in inside],
             grid=grid,
             extent=(grid[0] * cell[0], grid[1] * cell[1]),
-            prefix=int(getattr(model, "num_prefix_tokens", getattr(model, "cls_token", None) is not None)),
-            pooling=_pooling(model),
+            prefix=int(getattr(part, "num_prefix_tokens", getattr(part, "cls_token", None) is not None)),
+            pooling=_pooling(part),
             heads=_heads(body.blocks[0]),
-            **about,
+            **facts,
         )
-        if getattr(model, "global_pool", "") == "prr" and getattr(model.attn_pool, "pool", "") == "token":
+        if getattr(part, "global_pool", "") == "prr" and getattr(part.attn_pool, "pool", "") == "token":
             self.pool_query = "cls"
 
     @property
@@ -116,7 +116,7 @@ class TimmAnatomy(CrossedAnatomy):
         return Ends(projection, prefix, positions, net.norm, net.head)
 
 
-def described(model: Any, name: str | None, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
+def model_facts(model: Any, name: str | None, labels: Sequence[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
     """What every timm model records about itself: name, classes and labels, channels, preprocessing."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     embedding = _embedding(model)
@@ -140,9 +140,9 @@ def described(model: Any, name: str | None, labels: Sequence[str] | None, about:
         "name": name or config.get("architecture") or type(model).__name__,
         "classes": classes,
         "channels": _channels(model, config),
-        "labels": labels if labels is not None else _labels(config, about.get("classes", classes)),
+        "labels": labels if labels is not None else _labels(config, facts.get("classes", classes)),
         "preprocess": preprocess,
-        **about,
+        **facts,
     }
 
 
@@ -271,13 +271,13 @@ def _check_options(cls: type, options: dict[str, Any]) -> None:
 
 
 @register_family("timm", package="timm", prefix="timm", create=create_timm, names=timm_names)
-def read_timm(model: nn.Module, **about: Any) -> Anatomy | None:
+def read_timm(model: nn.Module, **overrides: Any) -> Anatomy | None:
     """The anatomy of one of timm's plain transformers, or None."""
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
-    return TimmAnatomy(model, **about) if isinstance(model, VisionTransformer | Eva | Beit) else None
+    return TimmAnatomy(model, **overrides) if isinstance(model, VisionTransformer | Eva | Beit) else None
 
 
 def _labels(config: dict[str, Any], classes: int) -> list[str] | None:

@@ -44,10 +44,10 @@ class EncoderAnatomy(OtherAnatomy):
         height, width = (side // cells for side, cells in zip(self.extent, self.grid, strict=True))
         return tokens.new_zeros(len(tokens), self.channels, height, width * tokens.shape[1])
 
-    def see_drop(self, tokens: Tensor) -> str | None:
+    def why_not_drop(self, tokens: Tensor) -> str | None:
         names = ("merger", "aligner")
         merges = any(getattr(self.inner, name, None) is not None for name in names)
-        return _GRID.format("projector") if merges else super().see_drop(tokens)
+        return _GRID.format("projector") if merges else super().why_not_drop(tokens)
 
 
 class GemmaAnatomy(OtherAnatomy):
@@ -132,10 +132,10 @@ class CaitAnatomy(LateAnatomy):
     def answer(self, call: BlockCall, tokens: Tensor) -> Any:
         return tokens[:, :1]
 
-    def see_constants(self, calls: Any) -> None:
+    def check_constants(self, calls: Any) -> None:
         """Its last blocks get CLS beside their tokens."""
 
-    def see_drop(self, tokens: Tensor) -> str | None:
+    def why_not_drop(self, tokens: Tensor) -> str | None:
         """Its heads are mixed with a bias, so hidden keys are not the same as absent ones; absent ones are meant."""
         return None
 
@@ -173,8 +173,8 @@ _KINDS: dict[str, type[TimmAnatomy]] = {
 
 
 @register_family("timm-relatives", package="timm")
-def read_relatives(model: nn.Module, **about: Any) -> Anatomy | None:
+def read_relatives(model: nn.Module, **overrides: Any) -> Anatomy | None:
     """The anatomy of one of timm's other plain transformers, or None."""
     kinds = (_KINDS.get(cls.__name__) for cls in type(model).__mro__ if cls.__module__.startswith("timm."))
     kind = next((kind for kind in kinds if kind is not None), None)
-    return None if kind is None else kind(model, **about)
+    return None if kind is None else kind(model, **overrides)

@@ -11,11 +11,11 @@ from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
-from patchlight.anatomy.locating import found_in, located
+from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.names import STAGED, known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import named_parts
-from patchlight.anatomy.timm import described
+from patchlight.anatomy.timm import model_facts
 from patchlight.core.errors import PatchlightError
 
 _WINDOWED = "its attention is within windows"
@@ -33,12 +33,12 @@ class TimmStagesAnatomy(CrossedAnatomy):
 
     library = "timm"
 
-    def __init__(self, model: Any, stage: int, module: str, **about: Any) -> None:
-        size, name = about["preprocess"].size, about["name"]
-        found = found_in(model, lambda net, images: net(images), (about["channels"], *size), name)
-        self.head_paths = ["head.fc" if hasattr(model.head, "fc") else "head"] if about["classes"] else []
+    def __init__(self, model: Any, stage: int, module: str, **facts: Any) -> None:
+        size, name = facts["preprocess"].size, facts["name"]
+        found = find_blocks(model, lambda net, images: net(images), (facts["channels"], *size), name)
+        self.head_paths = ["head.fc" if hasattr(model.head, "fc") else "head"] if facts["classes"] else []
         self._module = module
-        super().__init__(model, **{**located(found, size, stage, name), **about})
+        super().__init__(model, **{**locate_tokens(found, size, stage, name), **facts})
 
     def parts(self, index: int) -> Parts:
         found = named_parts(self.blocks[index])
@@ -52,11 +52,11 @@ class TimmMapAnatomy(FeatureMapAnatomy):
 
     library = "timm"
 
-    def __init__(self, model: Any, *, path: str, shapes: Sequence[Sequence[int]], **about: Any) -> None:
+    def __init__(self, model: Any, *, path: str, shapes: Sequence[Sequence[int]], **facts: Any) -> None:
         if hasattr(model, "reroll"):  # tokens in the order in which they are pooled
             rows = torch.arange(shapes[0][1]).view(1, -1, 1)
-            about["order"] = model.reroll(rows, int(path.rpartition(".")[2])).flatten().tolist()
-        super().__init__(model, path=path, shapes=shapes, last=type(model).__name__ in ("VOLO", "HieraDet"), **about)
+            facts["order"] = model.reroll(rows, int(path.rpartition(".")[2])).flatten().tolist()
+        super().__init__(model, path=path, shapes=shapes, last=type(model).__name__ in ("VOLO", "HieraDet"), **facts)
 
 
 def stages_of(model: Any) -> list[str]:
@@ -73,7 +73,7 @@ def stages_of(model: Any) -> list[str]:
 
 @register_family("timm-staged", package="timm")
 def read_staged(
-    model: Any, stage: int = -2, name: str | None = None, labels: Sequence[str] | None = None, **about: Any
+    model: Any, stage: int = -2, name: str | None = None, labels: Sequence[str] | None = None, **overrides: Any
 ) -> Anatomy | None:
     """The anatomy of a timm network of stages with attention, or None if it is not of timm."""
     known, module = known_as(model)
@@ -86,7 +86,7 @@ def read_staged(
             f"{name or known} ({type(model).__name__}) is not a supported Vision Transformer: {why}; "
             "pl.list_models() names those of timm that are"
         )
-    about = described(model, name, labels, about)
+    overrides = model_facts(model, name, labels, overrides)
     if module in _BEYOND:
-        return TimmStagesAnatomy(model, stage, module, **about)
-    return read_feature_map(model, stage, TimmMapAnatomy, about, stages_of(model))
+        return TimmStagesAnatomy(model, stage, module, **overrides)
+    return read_feature_map(model, stage, TimmMapAnatomy, overrides, stages_of(model))

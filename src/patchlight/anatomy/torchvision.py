@@ -11,7 +11,7 @@ from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
-from patchlight.anatomy.locating import found_in, located
+from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import named_parts
 from patchlight.anatomy.timm import imagenet_labels
@@ -25,13 +25,13 @@ class TorchvisionAnatomy(CrossedAnatomy):
     library = "torchvision"
 
     def __init__(
-        self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, stage: int = -2, **about: Any
+        self, model: Any, name: str | None = None, labels: Sequence[str] | None = None, stage: int = -2, **facts: Any
     ) -> None:
         name = name or type(model).__name__
-        about = _described(model, name, labels, about)
-        found = found_in(model, lambda net, images: net(images), (3, *about["preprocess"].size), name)
+        facts = _model_facts(model, name, labels, facts)
+        found = find_blocks(model, lambda net, images: net(images), (3, *facts["preprocess"].size), name)
         self.head_paths = [path for path in ("heads", "head") if hasattr(model, path)]
-        super().__init__(model, **{**located(found, about["preprocess"].size, stage, name), **about})
+        super().__init__(model, **{**locate_tokens(found, facts["preprocess"].size, stage, name), **facts})
 
     def projection(self) -> nn.Module | None:
         return cast("nn.Module | None", getattr(self.net, "conv_proj", None))
@@ -65,22 +65,17 @@ def create_torchvision(request: LoadRequest) -> nn.Module:
 
 
 @register_family("torchvision", package="torchvision", prefix="torchvision", create=create_torchvision)
-def read_torchvision(model: nn.Module, stage: int = -2, **about: Any) -> Anatomy | None:
+def read_torchvision(model: nn.Module, stage: int = -2, **overrides: Any) -> Anatomy | None:
     """The anatomy of a torchvision VisionTransformer, Swin or MaxVit, or None."""
     from torchvision.models import MaxVit, SwinTransformer, VisionTransformer
 
     if isinstance(model, VisionTransformer | SwinTransformer):
-        return TorchvisionAnatomy(model, stage=stage, **about)
+        return TorchvisionAnatomy(model, stage=stage, **overrides)
     if not isinstance(model, MaxVit):
         return None
-    name = about.pop("name", None) or type(model).__name__
-    return read_feature_map(model, stage, TorchvisionMap, _described(model, name, about.pop("labels", None), about))
-
-
-class TorchvisionMap(FeatureMapAnatomy):
-    """torchvision's MaxVit, opened as a feature map."""
-
-    library = "torchvision"
+    name = overrides.pop("name", None) or type(model).__name__
+    overrides = _model_facts(model, name, overrides.pop("labels", None), {**overrides, "library": "torchvision"})
+    return read_feature_map(model, stage, FeatureMapAnatomy, overrides)
 
 
 def _is_plain(model: Any) -> bool:
@@ -88,7 +83,7 @@ def _is_plain(model: Any) -> bool:
     return hasattr(model, "conv_proj")
 
 
-def _described(model: Any, name: str, labels: Sequence[str] | None, about: dict[str, Any]) -> dict[str, Any]:
+def _model_facts(model: Any, name: str, labels: Sequence[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
     """Name, classes and labels, preprocessing."""
     last = [m for m in model.modules() if isinstance(m, nn.Linear)]
     classes = last[-1].out_features if any(hasattr(model, h) for h in ("heads", "head", "classifier")) and last else 0
@@ -101,5 +96,5 @@ def _described(model: Any, name: str, labels: Sequence[str] | None, about: dict[
         "labels": labels if labels is not None else imagenet_labels(classes),
         "channels": 3,
         "preprocess": Preprocess((side, side), crop_pct=0.875, interpolation="bilinear"),
-        **about,
+        **facts,
     }

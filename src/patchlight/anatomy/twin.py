@@ -80,7 +80,7 @@ class Twin:
 
     def _build(self, prepare: Callable[[nn.Module], None]) -> None:
         originals = _modules(self.model)
-        seen = _Seen(originals)
+        state = _Seen(originals)
         self._cast = []
         kinds = self._only or (nn.Module,)
         some = (m for m in originals if isinstance(m, kinds))
@@ -88,15 +88,15 @@ class Twin:
         self._narrow = {id(t) for m in originals if id(m) in self._narrow for t in m._parameters.values()}
         self._casting = {id(t) for m in some for kind in _TENSORS for t in m.__dict__[kind].values() if t is not None}
         with torch.inference_mode(False), torch.no_grad():
-            copies = _Copies(originals, self._own)
+            copies = _Copies(originals, self._twin_tensor)
         for module in copies.modules.values():
-            _see_activations(module)
+            _wrap_activations(module)
         self.moved = copies.moved
         self._written = _versions(theirs for _, theirs in self._cast)
         prepare(copies.modules[id(self.model)])
-        self._seen = seen
+        self._seen = state
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _twin_tensor(self, tensor: Tensor) -> Tensor:
         """The twin's tensor for one of the model's: the same memory, unless it must have another type."""
         lowers = self.dtype is not None and id(tensor) in self._casting
         changes = lowers and tensor.is_floating_point() and tensor.dtype != self.dtype
@@ -149,7 +149,7 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 
 def _modules(model: nn.Module) -> list[nn.Module]:
     """Every module of a model once, including those in plain attributes and lists."""
-    found = {id(model): model}
+    modules = {id(model): model}
     waiting = [model]
     while waiting:
         module = waiting.pop()
@@ -157,10 +157,10 @@ def _modules(model: nn.Module) -> list[nn.Module]:
             raise PatchlightError("a TorchScript module cannot be inspected; give the model before it is scripted")
         for value in module.__dict__.values():
             for member in _members(value):
-                if id(member) not in found:
-                    found[id(member)] = member
+                if id(member) not in modules:
+                    modules[id(member)] = member
                     waiting.append(member)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _members(value: Any) -> Iterable[nn.Module]:
@@ -176,41 +176,41 @@ class _Copies:
     A tensor that several modules share is shared by their copies too.
     """
 
-    def __init__(self, originals: list[nn.Module], own: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, originals: list[nn.Module], convert: Callable[[Tensor], Tensor]) -> None:
         self.modules: dict[int, nn.Module] = {id(m): object.__new__(type(m)) for m in originals}
         """By the id of the original."""
         self._tensors: dict[int, Tensor] = {}
         for original in originals:
-            state = {key: self.moved(value, own) for key, value in original.__dict__.items()}
+            state = {key: self.moved(value, convert) for key, value in original.__dict__.items()}
             for name in _TABLES:
                 table = original.__dict__[name]
-                state[name] = type(table)((k, self.moved(v, own)) for k, v in table.items())
+                state[name] = type(table)((k, self.moved(v, convert)) for k, v in table.items())
             state["training"] = False
             if _AUTOCAST in state:
                 state["forward"] = state.pop(_AUTOCAST)
             state.pop("_compiled_call_impl", None)  # the original would run
             self.modules[id(original)].__dict__.update(state)
 
-    def moved(self, value: Any, own: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
+    def moved(self, value: Any, convert: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
         """A value with the model's modules in it replaced by their copies; closures are not changed."""
         if isinstance(value, nn.Module):
             return self.modules.get(id(_uncompile(value)), value)
         if isinstance(value, Tensor):
-            return self._tensor(value, own)
+            return self._tensor(value, convert)
         if isinstance(value, MethodType) and id(value.__self__) in self.modules:
             return MethodType(value.__func__, self.modules[id(value.__self__)])
         if isinstance(value, partial):
-            named = {k: self.moved(v, own) for k, v in value.keywords.items()}
-            return partial(self.moved(value.func, own), *(self.moved(v, own) for v in value.args), **named)
+            named = {k: self.moved(v, convert) for k, v in value.keywords.items()}
+            return partial(self.moved(value.func, convert), *(self.moved(v, convert) for v in value.args), **named)
         if type(value) in (list, tuple) and any(True for _ in _members(value)):
-            return type(value)(self.moved(v, own) for v in value)
+            return type(value)(self.moved(v, convert) for v in value)
         if type(value) is dict and any(True for _ in _members(value)):
-            return {k: self.moved(v, own) for k, v in value.items()}
+            return {k: self.moved(v, convert) for k, v in value.items()}
         return value
 
-    def _tensor(self, value: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
+    def _tensor(self, value: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         if id(value) not in self._tensors:
-            mine = own(value)
+            mine = convert(value)
             plain = isinstance(value, nn.Parameter) and type(mine) is Tensor
             self._tensors[id(value)] = nn.Parameter(mine, requires_grad=False) if plain else mine
         return self._tensors[id(value)]
@@ -222,7 +222,7 @@ def _uncompile(module: nn.Module) -> nn.Module:
     return module if inner is None else _uncompile(inner)
 
 
-def _see_activations(module: nn.Module) -> None:
+def _wrap_activations(module: nn.Module) -> None:
     """Let taps observe the elementwise activations among a module's children as single operations."""
     for name, child in module._modules.items():
         if child is None or child._modules or isinstance(child, _SEEN_BY_TAPS + _NOT_ELEMENTWISE):

@@ -356,7 +356,7 @@ class AnswersAnatomy(TaskAnatomy):
         """How tokens stand at the place it is opened at."""
         return self.fine if self.at == "tower" else self.transcript.layout
 
-    def whole(self, images: Tensor) -> Tensor:
+    def model_output(self, images: Tensor) -> Tensor:
         return self._read(self.plain_logs(images), len(images))
 
     def _read(self, out: Any, rows: int) -> Tensor:

@@ -34,10 +34,10 @@ class TokenWatch:
     def __init__(self, part: Literal["n", "o", "u"]) -> None:
         self.part = part
 
-    def __call__(self, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+    def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         tap = current_tap()
         if tap is not None:
-            tap.tokens(self.part, given[0] if self.part == "u" else out)
+            tap.tokens(self.part, inputs[0] if self.part == "u" else out)
 
 
 def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None:
@@ -204,22 +204,24 @@ class AttentionTap(TorchFunctionMode):
 
     def multi_head_attention_forward(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """torch's multi-head attention [N,B,D], as linear maps and attention that pass through this tap."""
-        given = dict(zip(_MULTI_HEAD, args, strict=False)) | kwargs
-        separate = given.get("use_separate_proj_weight") or given["in_proj_weight"] is None
-        if separate or given.get("bias_k") is not None or given.get("add_zero_attn"):
+        arguments = dict(zip(_MULTI_HEAD, args, strict=False)) | kwargs
+        separate = arguments.get("use_separate_proj_weight") or arguments["in_proj_weight"] is None
+        if separate or arguments.get("bias_k") is not None or arguments.get("add_zero_attn"):
             raise Unsupported("a MultiheadAttention with separate projections or key/value biases cannot be read")
-        bias = given["in_proj_bias"]
-        weights, biases = given["in_proj_weight"].chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
+        bias = arguments["in_proj_bias"]
+        weights, biases = arguments["in_proj_weight"].chunk(3), (None,) * 3 if bias is None else bias.chunk(3)
         with self:
             heads = [
-                F.linear(given[name].transpose(0, 1), w, b).unflatten(-1, (given["num_heads"], -1)).transpose(1, 2)
+                F.linear(arguments[name].transpose(0, 1), w, b)
+                .unflatten(-1, (arguments["num_heads"], -1))
+                .transpose(1, 2)
                 for name, w, b in zip(("query", "key", "value"), weights, biases, strict=True)
             ]
-            mask = given.get("attn_mask")
+            mask = arguments.get("attn_mask")
             if mask is not None and mask.ndim == 3:  # one for each head of each image
-                mask = mask.unflatten(0, (-1, given["num_heads"]))
+                mask = mask.unflatten(0, (-1, arguments["num_heads"]))
             mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], mask)
-            out = F.linear(mixed.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+            out = F.linear(mixed.transpose(1, 2).flatten(2), arguments["out_proj_weight"], arguments["out_proj_bias"])
         self.tokens("o", out)
         return out.transpose(0, 1), None
 

@@ -141,14 +141,18 @@ def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, ...],
     from timm.layers.pos_embed import resample_abs_pos_embed
     from timm.layers.pos_embed_rel import resize_rel_pos_bias_table
 
-    out, own = dict(state), model.state_dict()
-    for key in (k for k in own if k in state and own[k].shape != state[k].shape):
+    out, expected = dict(state), model.state_dict()
+    for key in (k for k in expected if k in state and expected[k].shape != state[k].shape):
         table, bias = state[key], _BIASES.fullmatch(key)
         if bias is not None:
-            window, shape = cast(Any, model.get_submodule(bias[1])).window_size, own[key].shape
+            window, shape = cast(Any, model.get_submodule(bias[1])).window_size, expected[key].shape
             out[key] = resize_rel_pos_bias_table(table, new_window_size=window, new_bias_shape=tuple(shape))
-        elif _POSITIONS.fullmatch(key) and table.ndim == own[key].ndim and table.shape[-1] == own[key].shape[-1]:
-            prefix = own[key].shape[-2] - grid[0] * grid[1]
+        elif (
+            _POSITIONS.fullmatch(key)
+            and table.ndim == expected[key].ndim
+            and table.shape[-1] == expected[key].shape[-1]
+        ):
+            prefix = expected[key].shape[-2] - grid[0] * grid[1]
             side = math.isqrt(max(table.shape[-2] - prefix, 0))
             if prefix < 0 or side * side + prefix != table.shape[-2] or side == 0:
                 raise PatchlightError(
@@ -162,27 +166,26 @@ def resampled(state: dict[str, Tensor], model: nn.Module, grid: tuple[int, ...],
 
 
 def fill(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> None:
-    own = model.state_dict()
-    missing = [k for k in own if k not in state]
-    extra = [k for k in state if k not in own]
-    shapes = [k for k in own if k in state and own[k].shape != state[k].shape]
+    expected = model.state_dict()
+    missing = [k for k in expected if k not in state]
+    extra = [k for k in state if k not in expected]
+    shapes = [k for k in expected if k in state and expected[k].shape != state[k].shape]
     if missing or extra or shapes:
         parts = [f"{len(keys)} {word} ({keys[0]})" for word, keys in (("missing", missing), ("extra", extra)) if keys]
-        parts += [f"'{k}' is {list(state[k].shape)} but must be {list(own[k].shape)}" for k in shapes[:1]]
+        parts += [f"'{k}' is {list(state[k].shape)} but must be {list(expected[k].shape)}" for k in shapes[:1]]
         if shapes and _POSITIONS.fullmatch(shapes[0]):
             parts.append("give img_size= to have its positions resampled")
         raise PatchlightError(f"weights in {source} do not fit {name}: {'; '.join(parts)}")
-    other = next((k for k in own if not _same_kind(state[k], own[k])), None)
+    other = next((k for k in expected if not _same_kind(state[k], expected[k])), None)
     if other is not None:
-        found = "a tensor without values" if state[other].is_meta else str(state[other].dtype).removeprefix("torch.")
-        raise PatchlightError(
-            f"weights in {source} do not fit {name}: '{other}' is {found} but must be "
-            f"{'floating point' if own[other].is_floating_point() else str(own[other].dtype).removeprefix('torch.')}"
-        )
+        given = "a tensor without values" if state[other].is_meta else str(state[other].dtype).removeprefix("torch.")
+        kind = expected[other].dtype
+        needed = "floating point" if kind.is_floating_point else str(kind).removeprefix("torch.")
+        raise PatchlightError(f"weights in {source} do not fit {name}: '{other}' is {given} but must be {needed}")
     model.load_state_dict(state)
 
 
-def _same_kind(given: Tensor, own: Tensor) -> bool:
+def _same_kind(given: Tensor, expected: Tensor) -> bool:
     """Whether values can be copied unchanged: floats of any precision into floats, otherwise the same type."""
     plain = given.layout is torch.strided and not given.is_quantized and not given.is_meta
-    return plain and (given.is_floating_point() if own.is_floating_point() else given.dtype == own.dtype)
+    return plain and (given.is_floating_point() if expected.is_floating_point() else given.dtype == expected.dtype)

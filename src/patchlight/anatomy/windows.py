@@ -9,6 +9,7 @@ separate method.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -33,7 +34,11 @@ class Merging:
     padding: int = 0
 
     def pull(self, row: Tensor) -> Tensor:
-        """A row [...,M] over the coarse tokens as one over the fine tokens [...,N]: each share is split equally."""
+        """A row [...,M] over the coarse tokens as one over the fine tokens [...,N]: each share is split equally.
+
+        A token that joins in front of the coarse ones has no children, and its share is dropped.
+        """
+        row = row[..., -math.prod(self.coarse) :]
         shares = (row / self.children(row)).reshape(-1, 1, row.shape[-1]).expand(-1, self.kernel**2, -1)
         whole = F.fold(shares, self._whole, self.kernel, stride=self.stride)
         return F.pad(whole, [-side for side in self._sides]).reshape(*row.shape[:-1], -1)
@@ -94,12 +99,12 @@ class Reach(ABC):
         """The same on a device."""
         return self
 
-    def misses(self, seen: Tensor) -> str | None:
+    def misses(self, matrix: Tensor) -> str | None:
         """Why it does not describe attention [B*W,H,n,m] of one image; None if it does."""
         windows, queries, keys = self.shape
-        if (len(seen), *seen.shape[-2:]) == self.shape:
+        if (len(matrix), *matrix.shape[-2:]) == self.shape:
             return None
-        return f"its attention is {list(seen.shape)}, not {windows} times of {queries} tokens to {keys}"
+        return f"its attention is {list(matrix.shape)}, not {windows} times of {queries} tokens to {keys}"
 
     @abstractmethod
     def queries(self, values: Tensor) -> Tensor:

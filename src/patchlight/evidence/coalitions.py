@@ -36,7 +36,7 @@ def coalition_logits(vit: Anatomy, images: Tensor, z: Tensor, chunk: int) -> Ten
     Coalitions of similar size run together: tokens that none of them has are removed, and tokens that a smaller one
     does not have are hidden from attention, which is equivalent. Gradients flow. Autocast of the caller applies.
     """
-    vit.see_calls()
+    vit.record_calls()
     embedded = vit.embed(images)
     rows = z.flatten(0, 1)
     size = rows.sum(1)

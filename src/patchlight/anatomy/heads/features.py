@@ -149,9 +149,9 @@ class CosineHead(Head):
 
     def _with(self, rows: Tensor, vit: Anatomy, what: str) -> Self:
         _check_width(rows, vit, what)
-        made = copy(self)
-        made._rows, made._weights = DeviceTensor(_unit(rows, what)), fingerprint(vit.model)
-        return made
+        head = copy(self)
+        head._rows, head._weights = DeviceTensor(_unit(rows, what)), fingerprint(vit.model)
+        return head
 
     def _hash(self) -> str:
         return "" if self._rows is None else hash_tensor(self._rows.values)
@@ -193,15 +193,15 @@ class Texts(CosineHead):
 
     def bound(self, vit: Anatomy) -> Self:
         if self._given is not None:
-            made = self._with(self._given, vit, "texts")
+            head = self._with(self._given, vit, "texts")
         else:
             assert self._sentences is not None
             prompts = [each.replace("{}", text) for text in self._sentences for each in self._templates]
             with torch.no_grad():
-                found = F.normalize(vit.encode_texts(prompts), dim=-1)
-            made = self._with(found.unflatten(0, (-1, len(self._templates))).mean(1), vit, "texts")
-        made.outputs = vit.text_outputs()
-        return made
+                embeddings = F.normalize(vit.encode_texts(prompts), dim=-1)
+            head = self._with(embeddings.unflatten(0, (-1, len(self._templates))).mean(1), vit, "texts")
+        head.outputs = vit.text_outputs()
+        return head
 
     def about(self) -> dict[str, Any]:
         about: dict[str, Any] = {"head": "Texts", "labels": list(self.labels), "kind": self.outputs.kind}
@@ -232,9 +232,9 @@ class Similar(CosineHead):
 
     def bound(self, vit: Anatomy) -> Self:
         batch = vit.batch(self._images)
-        made = self._with(vit.features_of(batch), vit, "references")
-        made._seen = hash_images(batch)
-        return made
+        head = self._with(vit.features_of(batch), vit, "references")
+        head._seen = hash_images(batch)
+        return head
 
     def about(self) -> dict[str, Any]:
         return {"head": "Similar", "labels": list(self.labels), "images": list(self._seen), "weights": self._weights}
@@ -336,18 +336,20 @@ class Neurons(Head):
             )
         if self.pool == "cls" and vit.prefix == 0:
             raise PatchlightError(f"{vit.name} has no CLS token; pool 'avg' and 'max' work")
-        made, width = copy(self), vit.width_of(self.block - 1)
-        made._prefix = vit.prefix
+        head, width = copy(self), vit.width_of(self.block - 1)
+        head._prefix = vit.prefix
         if self._channels is not None:
             wrong = next((c for c in self._channels if not 0 <= c < width), None)
             if wrong is not None:
                 raise PatchlightError(f"there is no channel {wrong}; the tokens of {vit.name} have 0 to {width - 1}")
-            made._rows = DeviceTensor(torch.eye(width)[self._channels])  # exact in any type
-        assert made._rows is not None
-        for what, held in (("directions", made._rows), ("center", self._center)):
-            if held is not None and held.values.shape[-1] != width:
-                raise PatchlightError(f"{what} has width {held.values.shape[-1]}, and the tokens of {vit.name} {width}")
-        return made
+            head._rows = DeviceTensor(torch.eye(width)[self._channels])  # exact in any type
+        assert head._rows is not None
+        for what, tensor in (("directions", head._rows), ("center", self._center)):
+            if tensor is not None and tensor.values.shape[-1] != width:
+                raise PatchlightError(
+                    f"{what} has width {tensor.values.shape[-1]}, and the tokens of {vit.name} {width}"
+                )
+        return head
 
     def __call__(self, features: Tensor) -> Tensor:
         if self.pool == "max":
@@ -402,15 +404,15 @@ def _vector(values: Any, count: int | None, what: str) -> Tensor:
 def _numbers(values: Any, what: str, kind: str, shape: str, fits: Callable[[Tensor], bool]) -> Tensor:
     """Finite floating-point numbers of the expected shape."""
     try:
-        found = torch.as_tensor(values).detach()
+        numbers = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise PatchlightError(f"{what} is a {type(values).__name__}; give {kind}") from error
-    if not fits(found):
-        raise PatchlightError(f"{what} has shape {list(found.shape)}; give {shape}")
-    found = found if found.is_floating_point() else found.float()
-    if not bool(found.isfinite().all()):
+    if not fits(numbers):
+        raise PatchlightError(f"{what} has shape {list(numbers.shape)}; give {shape}")
+    numbers = numbers if numbers.is_floating_point() else numbers.float()
+    if not bool(numbers.isfinite().all()):
         raise PatchlightError(f"{what} contains NaN or infinity")
-    return found
+    return numbers
 
 
 def _unit(rows: Tensor, what: str) -> Tensor:
