@@ -55,7 +55,7 @@ def close(a: Tensor, b: Tensor, limit: float = 2e-6) -> None:
 def test_parts_are_the_plain_model(name: str, place: str) -> None:
     vit, image = asked(name, place), image_of(name)
     with vit.steady():
-        close(vit.readout(vit.run(vit.embed(image))), vit.whole(image))
+        close(vit.readout(vit.run(vit.embed(image))), vit.model_output(image))
     assert vit.visual == {"llava": 16, "paligemma": 16, "qwen2_5_vl": 12, "qwen3_vl": 12}.get(name, 4)
     assert vit.merge_size == (1 if vit.visual == 16 else 2)
 
@@ -64,7 +64,7 @@ def test_parts_are_the_plain_model(name: str, place: str) -> None:
 def test_the_gradient_at_pixels_is_that_of_the_plain_model(name: str) -> None:
     vit, image = asked(name), image_of(name)
     gradients = []
-    for run in (lambda x: vit.readout(vit.run(vit.embed(x))), vit.whole):
+    for run in (lambda x: vit.readout(vit.run(vit.embed(x))), vit.model_output):
         leaf = image.clone().requires_grad_()
         with vit.steady():
             gradients.append(torch.autograd.grad(run(leaf)[:, 1].sum(), leaf)[0])
@@ -319,10 +319,10 @@ def test_teacher_forcing_is_the_sum_of_single_steps(name: str) -> None:
         ids = torch.cat([prompt, torch.tensor(ANSWER[:step], dtype=torch.long)])
         single = vit.call(image, ids, step).logits[0, -1].log_softmax(-1)[token]
         close(logs[step], single)
-    every = asked(name, words="all").whole(image)[0, 0]
-    each = asked(name, words=["token11", "token12", "token13"]).whole(image)[0, :3]
+    every = asked(name, words="all").model_output(image)[0, 0]
+    each = asked(name, words=["token11", "token12", "token13"]).model_output(image)[0, :3]
     close(each.sum(), every)
-    close(asked(name, words="all").whole(image)[0, 1], (every / 3).exp())
+    close(asked(name, words="all").model_output(image)[0, 1], (every / 3).exp())
 
 
 @pytest.mark.parametrize("name", ["llava", "paligemma", "gemma3", "qwen2_5_vl"])
@@ -332,11 +332,11 @@ def test_several_answers_are_read_in_one_sequence(name: str) -> None:
     vit = opened(name).ask(pl.heads.Answer(PROMPT, choices=choices)).prepared(image)
     logits = vit.readout(vit.run(vit.embed(image)))[0]
     for choice, found in zip(choices, logits, strict=True):
-        alone = asked(name, answer=choice, words="all").whole(image)[0, 0]
+        alone = asked(name, answer=choice, words="all").model_output(image)[0, 0]
         close(found, alone, limit=1e-5)
     against = asked(name, against=[40], words="all")
     value = against.readout(against.run(against.embed(image)))[0]
-    close(value[0], asked(name, words="all").whole(image)[0, 0] - logits[1], limit=1e-5)
+    close(value[0], asked(name, words="all").model_output(image)[0, 0] - logits[1], limit=1e-5)
     close(value[1], value[0].sigmoid())
 
 
@@ -349,7 +349,7 @@ def test_the_prior_is_the_answer_without_the_image() -> None:
     assert [word.word for word in words] == ["token11", "token12", "token13"]
     close(torch.tensor([word.gain for word in words]), logs - prior)
     close(torch.tensor([word.probability for word in words]), logs.exp())
-    values = vit.whole(image)[0]
+    values = vit.model_output(image)[0]
     close(values[:2], (logs - prior)[[0, 2]])
     close(values[2:], torch.ones(2), limit=1e-4)  # from 0 without the image to 1 with it
 
@@ -446,7 +446,7 @@ def test_settings_of_generation_do_not_enter_the_score() -> None:
     vit = pl.wrap(model, preprocess=pl.Preprocess((64, 64))).ask(pl.heads.Answer(PROMPT, force=True)).prepared(image)
     plain = opened("llava").ask(pl.heads.Answer(PROMPT, force=True)).prepared(image)
     assert vit.question.text == plain.question.text
-    assert torch.equal(vit.whole(image), plain.whole(image))
+    assert torch.equal(vit.model_output(image), plain.model_output(image))
     ids = torch.cat([plain.transcript.prompt, plain.transcript.answers[0]])[None]
     logits = vit.call(image, ids[0]).logits[:, -1]
     other = transformers.RepetitionPenaltyLogitsProcessor(9.0)(ids, logits.clone())
@@ -630,6 +630,7 @@ def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_pa
         hit = pl.evaluate(vit, photo, att.only(colour), "pointing-game", boxes=[[scene["box"]]])
         assert float(hit.values[0]) == 1.0
         assert [word.word for word in att.words[0] if not word.seen] == ["the", shape]
+        assert torch.equal(att.only(colour).only(colour).scores, att.only(colour).scores)
         with pytest.raises(PatchlightError, match=f"no map explains '{shape}'"):
             att.only(shape)
         with pytest.raises(PatchlightError, match=f"the image adds almost nothing to '{shape}'"):
@@ -655,12 +656,34 @@ def test_biases_of_a_packed_tower_belong_to_its_patches(name: str) -> None:
     hooks = [part.register_forward_hook(keep) for part in inside if isinstance(part, nn.Linear | nn.LayerNorm)]
     leaf = image.clone().requires_grad_()
     with vit.steady():
-        vit.whole(leaf)[:, 0].sum().backward()
+        vit.model_output(leaf)[:, 0].sum().backward()
     for hook in hooks:
         hook.remove()
     expected = sum(cast(Tensor, out.grad) @ bias for out, bias in seen)[vit.layout.place]
     full, plain = (pl.explain(vit, image, method, **more) for method, more in (("fullgrad", {"start": 0}), ("ixg", {})))
     close((full.scores - plain.scores).flatten(), expected, limit=1e-5)
+
+
+def test_precision_is_the_type_of_the_weights() -> None:
+    assert {p.dtype for p in pl.load("pocket-vlm", precision="bf16").model.parameters()} == {torch.bfloat16}
+    with pytest.raises(PatchlightError, match=r"precision is 'half'; give one of auto, full, bf16, fp16"):
+        pl.load("pocket-vlm", precision="half")
+    with pytest.raises(PatchlightError, match="precision belong to a model's name"):
+        pl.load(opened("llava").model, precision="bf16")
+
+
+@torch.no_grad()
+def test_a_generated_answer_has_no_image_token() -> None:
+    model, image, seen = build("llava"), image_of("llava"), list[Tensor]()
+    ids = torch.tensor([[1, 7, *[IMAGE] * 16, 8, 9]])
+    with model.lm_head.register_forward_hook(lambda head, args, out: seen.append(args[0])):
+        model(input_ids=ids, pixel_values=image)
+    model.lm_head.weight[IMAGE] = 9 * seen[0][0, -1]
+    assert int(model(input_ids=ids, pixel_values=image).logits[0, -1].argmax()) == IMAGE
+    vit = pl.wrap(model, preprocess=pl.Preprocess((64, 64))).ask(pl.heads.Answer(PROMPT, force=True)).prepared(image)
+    assert IMAGE not in vit.transcript.answers[0]
+    with pytest.raises(PatchlightError, match=r"the answer \[11, 99\] has an image token in it"):
+        opened("llava").ask(pl.heads.Answer(PROMPT, [11, IMAGE], force=True)).prepared(image)
 
 
 def test_a_tokenizer_alone_reads_a_prompt() -> None:

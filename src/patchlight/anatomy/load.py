@@ -37,7 +37,12 @@ _LAYOUT = ("suffix", "axes", "order", "geometry", "input_shape")
 """Keywords of `wrap` for inputs that are not images, and for tokens in another order; they may be left out."""
 _PASSED = ("sigmoid", "regression", "stage", "tokenizer", "place")
 """Keywords of `load` that are passed to `wrap`."""
-_LOADING = ("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", *_PASSED)
+_LOADING = (
+    *("weights", "labels", "device", "pretrained", "preprocess", "head", "texts", "template", "precision"),
+    *_PASSED,
+)
+_TYPES = {"auto": None, "full": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of the weights by the `precision` of `load`."""
 
 
 def wrap(
@@ -163,6 +168,7 @@ def load(
     head: Head | None = None,
     texts: Sequence[str] | None = None,
     template: str | Sequence[str] = "{}",
+    precision: str = "auto",
     **options: Any,
 ) -> Anatomy:
     """Load a model by name; for a module you already have, `load` is the same as `wrap`.
@@ -180,15 +186,19 @@ def load(
         head: One of `pl.heads`, in place of the model's classifier.
         texts: Sentences for an image-text model, as in `wrap`.
         template: Text around each sentence.
+        precision: The type of the weights: "full" (float32), "bf16", "fp16", or "auto", that of the file.
         options: `tokenizer`, `sigmoid`, `regression` and `stage` as in `wrap`; all others go to the library's
             constructor (`img_size=`, `patch_size=`, …).
     """
     if isinstance(name, nn.Module | Anatomy):
-        if weights is not None or pretrained is not None or str(device) != "cpu":
-            raise PatchlightError("weights, pretrained and device belong to a model's name; a module is used as it is")
+        if weights is not None or pretrained is not None or str(device) != "cpu" or precision != "auto":
+            named = "weights, pretrained, device and precision"
+            raise PatchlightError(f"{named} belong to a model's name; a module is used as it is")
         return wrap(name, head, texts, template, labels=labels, preprocess=preprocess, **options)
     if not isinstance(name, str):
         raise PatchlightError(f"load needs a name or a module, not {type(name).__name__}")
+    if precision not in _TYPES:
+        raise PatchlightError(f"precision is {precision!r}; give one of {', '.join(_TYPES)}")
     family, rest = family_of(name)
     if isinstance(pretrained, str) and not family.tagged:
         raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")
@@ -201,7 +211,7 @@ def load(
     tag = pretrained if isinstance(pretrained, str) else None
     fetch = state is None and pretrained is not False
     model, more = _create(family, name, LoadRequest(rest, fetch, tag, state, options, about))
-    anatomy = _wrapped(model, {**about, **more})
+    anatomy = _wrapped(model.to(_TYPES[precision]), {**about, **more})
     if state is not None:
         if "img_size" in options or "image_size" in options:
             state = resampled(state, anatomy.model, anatomy.grid, f"'{weights}'")

@@ -26,6 +26,8 @@ ANSWERING = (
 """The classes of transformers that answer in words and can be opened."""
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 """Settings of processors that cut a picture into tiles; it is shown as one."""
+_REPEATING = ("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+"""Processors that only repeat the image token of a prompt, as often as their own size of the picture needs."""
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*")
 
 
@@ -100,7 +102,7 @@ class Prompts:
                 text = writer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
             else:
                 text = prompt if token in prompt else f"{token}{prompt}"
-            if self.processor is None:
+            if type(writer).__name__ in _REPEATING or self.processor is None:
                 return [int(i) for i in self.tokenizer(text)["input_ids"]]
             blank = Image.new("RGB", (size[1], size[0]), (128, 128, 128))
             images = getattr(self.processor, "image_processor", None)
@@ -120,6 +122,8 @@ class Prompts:
             ids = answer
         if len(ids) == 0:
             raise PatchlightError(f"the answer {answer!r} is 0 tokens; give an answer of at least one word")
+        if self.image_token in ids:
+            raise PatchlightError(f"the answer {answer!r} has an image token in it; give an answer of words")
         return [int(i) for i in ids]
 
     def pieces(self, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:

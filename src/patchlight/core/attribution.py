@@ -205,12 +205,13 @@ class Attribution:
         Args:
             name: The name of the class, one of `target_names`.
         """
-        if not self.several:
-            raise PatchlightError("this attribution explains one class per image, so there is none to choose")
-        count = self.scores.shape[1]
+        count = self.scores.shape[1] if self.several else 1
         rows = [self.target_names[i * count : (i + 1) * count] for i in range(len(self))]
         if any(name not in row for row in rows):
-            raise PatchlightError(f"no map explains '{name}'; there are maps of {', '.join(dict.fromkeys(rows[0]))}")
+            names = ", ".join(dict.fromkeys(self.target_names))
+            raise PatchlightError(f"no map explains '{name}'; there are maps of {names}")
+        if not self.several:
+            return self
         images, at = torch.arange(len(self)), torch.tensor([row.index(name) for row in rows])
 
         def part(values: Tensor | None) -> Tensor | None:

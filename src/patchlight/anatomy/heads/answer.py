@@ -168,7 +168,9 @@ class Answer(Question):
         with torch.no_grad():
             while len(said) < _LONGEST:
                 ids = torch.tensor([*prompt, *said], device=image.device)
-                token = int(vit.call(image, ids, len(said)).logits[0, -1].argmax())
+                logits = vit.call(image, ids, len(said)).logits[0, -1]
+                logits[vit.prompts.image_token] = -torch.inf  # it stands for pictures, not for words
+                token = int(logits.argmax())
                 if token in ends:
                     break
                 said.append(token)
