@@ -147,7 +147,12 @@ class Readout(Contract):
             logits = self.readout(leaves if self.several_states else leaves[self.depth])
             scores = logits.gather(1, index.to(logits.device)[:, None])
             gradients = torch.autograd.grad(scores.sum(), list(leaves.values()), materialize_grads=True)
-        pairs = zip(states.items(), gradients, strict=True)
-        rows = {i: (gradient.norm(dim=2) * tokens.norm(dim=2)).detach() for (i, tokens), gradient in pairs}
-        total = torch.stack([row.sum(1) for row in rows.values()]).sum(0)[:, None]
-        return {i: row / total.clamp_min(torch.finfo(row.dtype).tiny) for i, row in rows.items()}
+        return weigh_states(states, gradients)
+
+
+def weigh_states(states: Mapping[int, Tensor], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+    """|g_i| |x_i| of every token [B,N_i] of some states and their gradients; they sum to 1."""
+    pairs = zip(states.items(), gradients, strict=True)
+    rows = {i: (gradient.norm(dim=2) * tokens.norm(dim=2)).detach() for (i, tokens), gradient in pairs}
+    total = torch.stack([row.sum(1) for row in rows.values()]).sum(0)[:, None]
+    return {i: row / total.clamp_min(torch.finfo(row.dtype).tiny) for i, row in rows.items()}

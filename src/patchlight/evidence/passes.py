@@ -71,6 +71,8 @@ class Pass:
     """The tokens [B,N,D] that the head reads, if it reads tokens."""
     states: Mapping[int, Tensor] | None = None
     """The states that the readout reads, by number, if these are several."""
+    read: Sequence[Mapping[int, Tensor]] = ()
+    """For each class, the weights with which it reads the tokens of each state, if the backward shows them."""
 
     def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
         """The values of a job for the explained class of that number, by layer."""
@@ -87,9 +89,11 @@ class Pass:
     def rows(self, vit: Anatomy, target: int = 0) -> dict[int, Tensor]:
         """The weights [B,N_i] with which it reads the tokens of each state, by number; 0 for an unread last."""
         index = self.targets.index[:, target]
+        unread = {} if self.last is None else {vit.depth: self.last.new_zeros(self.last.shape[:2])}
+        if self.read:
+            return unread | dict(self.read[target])
         if self.states is None:
             return {vit.depth: vit.pool_row(self.logits, self.pool, self.last, index)}
-        unread = {} if self.last is None else {vit.depth: self.last.new_zeros(self.last.shape[:2])}
         return unread | vit.state_rows(self.states, index)
 
     def end(self, target: int = 0) -> EndBias:
@@ -137,7 +141,8 @@ def run_pass(
         finally:
             runner.release()
     last = runner.end.x if vit.rows_differ or (vit.head is not None and vit.head.block is not None) else None
-    return Pass(logits.detach(), targets, scores.detach(), found, ends, runner.end.seen.get("A"), last, runner.states)
+    pool, rows = runner.end.seen.get("A"), runner.rows
+    return Pass(logits.detach(), targets, scores.detach(), found, ends, pool, last, runner.states, rows)
 
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:

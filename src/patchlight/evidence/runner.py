@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
+from patchlight.anatomy.outputs import weigh_states
 from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.progress import current_watcher
@@ -98,9 +99,11 @@ class Runner:
         self.finished: set[int] = set()
         self.closing = False
         self.leaf = self.scores = torch.empty(0)
+        self.reads = self.backward and vit.pooling == "gradient" and rule.name == "plain"
         self.last: list[Tensor] = []
         self.cut: list[Tensor] = []
         self.states: Mapping[int, Tensor] | None = None
+        self.rows: list[dict[int, Tensor]] = []
         self.end = Record(vit.depth, torch.empty(0))
         self.projected: Tensor | None = None
 
@@ -112,6 +115,7 @@ class Runner:
         """The explained scores [B,T] of the model's logits."""
         with torch.set_grad_enabled(self.backward):
             self.scores = self.scored(logits, targets, score)
+        self.reads = self.reads and score == "logit" and targets.against is None
         return self.scores
 
     def scored(self, logits: Tensor, targets: Targets, score: Score) -> Tensor:
@@ -158,8 +162,9 @@ class Runner:
         reads = self.vit.states(x) if vit.several_states else {vit.depth: x}
         if vit.several_states:
             self.states = {index: tokens.detach() for index, tokens in reads.items()}
-        if self.scales:
-            self.last = [tokens for tokens in reads.values() if tokens.requires_grad]
+        self.last = [tokens for tokens in reads.values() if tokens.requires_grad]
+        self.reads = self.reads and len(self.last) == len(reads)
+        if self.scales or self.reads:
             self.cut = [tokens.detach().requires_grad_() for tokens in self.last]
             flowing = [index for index, tokens in reads.items() if tokens.requires_grad]
             reads = {**reads, **dict(zip(flowing, self.cut, strict=True))}
@@ -306,9 +311,13 @@ class Runner:
         self.values = [{} if job.backward else self.values[j] for j, job in enumerate(self.jobs)]
         outputs: Tensor | list[Tensor] = scores.sum()
         weights: list[Tensor] | None = None
+        if self.cut:
+            weights, outputs = self.grads(outputs, self.cut, None, last), self.last
+            if self.reads:
+                states = self.states or {self.vit.depth: self.end.x}
+                self.rows.append(weigh_states(states, weights))
         if self.scales:
-            weights, unscale = scaled(self.grads(outputs, self.cut, None, last))
-            outputs = self.last
+            weights, unscale = scaled(weights or [])
             for record in self.records.values():
                 record.unscale = unscale
         gradient = self.grad(outputs, self.leaf, weights, last)
