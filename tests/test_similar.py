@@ -71,7 +71,7 @@ def test_the_shared_object_makes_two_pictures_similar(thing: str, grounds: tuple
     pictures = [composed(thing, ground, at) for ground, at in zip(grounds, places, strict=True)]
     for reference, shown, at in ((0, 1, places[1]), (1, 0, places[0])):
         asked = model().ask(heads.Similar([pictures[reference]]))
-        maps = pl.explain(asked, pictures[shown], ["genatt", "tis"], progress=False)
+        maps = pl.explain(asked, pictures[shown], {"genatt": {}, "tis": {"samples": 256}}, progress=False)
         genatt, tis = maps["genatt"].scores[0], maps["tis"].scores[0]
         assert share(genatt, at) >= 0.6
         assert share(tis - tis.mean(), at) >= 0.6

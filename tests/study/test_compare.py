@@ -31,12 +31,14 @@ METRICS = {"short": {"metric": "deletion", "steps": 3}, "sparseness": {}}
 def watched(batch: Tensor, alive: list[int]) -> Iterator[Tensor]:
     """Images one after another; how many of them are alive when each is asked for."""
     given: list[weakref.ref[Tensor]] = []
+    gc.freeze()  # what is older need not be looked through
     for image in batch:
         gc.collect()
         alive.append(sum(ref() is not None for ref in given))
         one = image.clone()
         given.append(weakref.ref(one))
         yield one
+    gc.unfreeze()
 
 
 def same(first: pl.Evaluation, second: pl.Evaluation) -> bool:

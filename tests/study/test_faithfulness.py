@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,12 @@ from patchlight.zoo import pocket
 from tests.families import build, images, shared
 
 CAT = pocket.PHOTOS / "cat.jpg"
+
+
+@cache
+def cat_map(method: str) -> Tensor:
+    """The map of the cat's class."""
+    return pl.explain(pl.load("pocket"), CAT, method, target=3).scores[0]
 
 
 def literal(vit: pl.Anatomy, image: Tensor, scores: Tensor, target: int, steps: int, insert: bool) -> list[float]:
@@ -73,7 +80,7 @@ def test_words_say_what_the_numbers_say() -> None:
     image = vit.batch(CAT)
     cat = Targets(torch.tensor([[3]]))
     trial = Trial(vit, image, cat, steps=8)
-    good = pl.explain(vit, CAT, "posterior", target=3).scores[0]
+    good = cat_map("posterior")
     assert trial.of(good).better
     assert trial.of(good).words.startswith("Better than random here: it beats 20 of 20")
     chance = trial.of(replace(pl.explain(vit, CAT, "random"), scores=good[None]))
@@ -91,7 +98,7 @@ def test_words_say_what_the_numbers_say() -> None:
 
 def test_rank_and_effect_size_say_more_than_better_than_random() -> None:
     vit = pl.load("pocket")
-    maps = {m: pl.explain(vit, CAT, m, target=3).scores[0] for m in ("posterior", "rollout")}
+    maps = {m: cat_map(m) for m in ("posterior", "rollout")}
     trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=8)
     results = run_trial(trial, {**maps, "negative": -maps["posterior"], "again": maps["posterior"]})
     assert [results[name].rank for name in ("posterior", "again", "rollout", "negative")] == [1, 1, 3, 4]
@@ -152,7 +159,7 @@ def test_hiding_takes_the_step_nearest_to_a_tenth_of_the_patches(steps: int, cou
     vit = pl.load("pocket")
     assert vit.grid == (8, 8)
     trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=steps, randoms=3)
-    result = trial.of(pl.explain(vit, CAT, "posterior", target=3).scores[0])
+    result = trial.of(cat_map("posterior"))
     hiding = trial.hiding(result)
     assert (hiding.count, hiding.label, hiding.against, hiding.quantity) == (count, "cat", "", "probability")
     deletion = dict(zip(trial.removed.tolist(), result.curves.deletion[0].tolist(), strict=True))
@@ -174,7 +181,7 @@ def test_hiding_shortens_labels_but_not_texts_at_a_comma() -> None:
 def test_few_random_orders_prove_nothing() -> None:
     """Of two orders a third is the worst of three in every third case: neither better nor worse is said."""
     vit = pl.load("pocket")
-    good = pl.explain(vit, CAT, "posterior", target=3).scores[0]
+    good = cat_map("posterior")
     trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[3]])), steps=8, randoms=2)
     assert trial.of(good).words.startswith("Not clearly better than random here: it beats 2 of 2")
     assert trial.of(-good).words.startswith("No better than random here: it beats 0 of 2")
