@@ -130,6 +130,17 @@ def test_a_saved_folder_opens(name: str, tmp_path: Path) -> None:
         assert_near(vit.readout(vit.run(vit.embed(inputs(name)))), logits(name, inputs(name)), LIMIT)
 
 
+def test_a_folder_of_a_timm_model_has_the_preprocessing_of_timm(tmp_path: Path) -> None:
+    model: Any = tiny("TimmWrapper")
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pl.AssumedPreprocess)
+        vit = pl.load(f"hf:{tmp_path}")
+    config = model.timm_model.pretrained_cfg
+    assert (vit.preprocess.size, vit.preprocess.mean) == ((64, 64), config["mean"])
+    assert vit.preprocess.crop_pct == config["crop_pct"]
+
+
 POOLED: dict[str, str] = {
     "ViTMSN": "cls",
     "DeiT": "cls",

@@ -142,7 +142,7 @@ class BagAnatomy(DescribedAnatomy):
                 continue
             if alike(both, alone):
                 return self._form
-            errors.append("a bag has other logits alone than in a batch")
+            errors.append("a bag has different logits alone and in a batch")
         raise PatchlightError(
             f"{self.name} does not take bags [B,n,E] of tiles with {self.channels} features: {errors[0]}; "
             "give bag= the number of features of a tile, and choose the logits with output= if it returns more"

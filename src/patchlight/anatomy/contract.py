@@ -121,7 +121,7 @@ class Contract(ABC):
 
     library: str = ""
     task: str = ""
-    """What a model that is no classifier does, such as "detection"; "" for classifiers."""
+    """The task of a model that is not a classifier, such as "detection"; "" for classifiers."""
     can_drop: str | None = None
     """None if tokens can be dropped, otherwise the reason why not."""
     can_rule: str | None = None

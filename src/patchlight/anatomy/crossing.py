@@ -159,7 +159,7 @@ class CrossedAnatomy(Anatomy):
         self._watch_reaches()
 
     def _watch_reaches(self) -> None:
-        """Let taps know the windows of each attention."""
+        """Register the windows of each attention with taps."""
         for path, reach in zip(self.attentions, self.reaches, strict=False):
             if reach is not None:
                 attention: Any = self.net.get_submodule(path)
@@ -567,7 +567,7 @@ class CrossedAnatomy(Anatomy):
                 else:
                     return
         raise PatchlightError(
-            f"{self.name} gives an image other logits alone than in a batch, which is not supported; {BY_HAND}"
+            f"{self.name} gives different logits for an image alone and in a batch, which is not supported; {BY_HAND}"
         )
 
     def _merge_state(self, index: int, states: Mapping[int, Tensor]) -> Tensor:

@@ -67,7 +67,7 @@ class CustomAnatomy(CrossedAnatomy):
 
     @property
     def _inside(self) -> Anatomy | None:
-        """The anatomy of the backbone, over its part of the twin; None if there is no known one."""
+        """The anatomy of the backbone, over its part of the twin; None if no family recognises it."""
         running = self.running
         if self.backbone is not None and running.part[0] is not running.net:
             running.part = running.net, self.backbone.over(running.net.get_submodule(self.path), self)
@@ -289,8 +289,8 @@ def logits_of(out: Any, rows: int, output: Output | None, name: str) -> Tensor:
             ) from error
         if not isinstance(logits, Tensor):
             raise PatchlightError(
-                f"output gives {_describe(logits)} of what {name} gives, which is {_describe(out)}; "
-                "it must give the tensor of logits [B,C]"
+                f"output= returns {_describe(logits)} for the output of {name}, which is {_describe(out)}; "
+                "it must return the tensor of logits [B,C]"
             )
     else:
         logits = _pick_logits(out, name)

@@ -255,6 +255,11 @@ def read_hf(model: nn.Module, stage: int = -2, **overrides: Any) -> Anatomy | No
         return NaFlexAnatomy(model, stage=stage, **overrides)
     if "ForImageClassification" in kind:
         check_kind(kind, overrides.get("name") or kind)
+        if kind.startswith("TimmWrapper") and "preprocess" not in overrides:  # its processor has timm's transforms
+            from patchlight.anatomy.timm import model_facts as timm_facts
+
+            timm_model = cast(Any, model).timm_model
+            overrides |= {"preprocess": timm_facts(timm_model, None, None, {})["preprocess"], "processor": None}
         if not kind.startswith(_MAPS):
             return HuggingFaceAnatomy(model, stage=stage, **overrides)
         facts = {"name": None, "labels": None, "processor": None, "library": "transformers"} | overrides
@@ -298,8 +303,8 @@ def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:
         return
     shown = ", ".join(f"'{key}'" for key in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     raise PatchlightError(
-        f"'hf:{name}' is a {kind or 'checkpoint'} without {shown}, which would be random; load one that was trained "
-        "whole, or give weights=FILE that has them"
+        f"'hf:{name}' is a {kind or 'checkpoint'} without {shown}, which would be random; load a complete "
+        "checkpoint, or give weights=FILE that has them"
     )
 
 

@@ -246,7 +246,7 @@ def supported() -> list[str]:
 
 
 def read_tokenizer(name: str, where: Mapping[str, Any]) -> Any:
-    """The tokenizer of a folder or a hub name, or a stand-in that knows why there is none.
+    """The tokenizer of a folder or a hub name, or a stand-in with the reason why there is none.
 
     Without a vocabulary, transformers 5 would create a tokenizer of single letters.
     """

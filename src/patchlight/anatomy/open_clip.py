@@ -17,7 +17,7 @@ from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import named_parts
 from patchlight.anatomy.texts import NoTokenizer, TextSide, check_length, check_vocabulary
-from patchlight.anatomy.timm import TimmAnatomy
+from patchlight.anatomy.timm import TimmAnatomy, is_plain
 from patchlight.core.errors import PatchlightError, Unsupported, first_line, nearest
 from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
@@ -168,18 +168,10 @@ def read_open_clip(
     if type(visual).__name__ == "VisionTransformer":
         return OpenClipAnatomy(model, tokenizer, **overrides)
     trunk = getattr(visual, "trunk", None)
-    if not _is_plain(trunk):
+    if not is_plain(trunk):
         inside = type(visual if trunk is None else trunk).__name__
         raise Unsupported(f"{name} cannot be opened: its image encoder is a {inside}, not a plain Vision Transformer")
     return OpenClipTimmAnatomy(model, tokenizer, **overrides)
-
-
-def _is_plain(trunk: Any) -> bool:
-    from timm.models.beit import Beit
-    from timm.models.eva import Eva
-    from timm.models.vision_transformer import VisionTransformer
-
-    return isinstance(trunk, VisionTransformer | Eva | Beit)
 
 
 def _weights(name: str, tag: str) -> dict[str, Any]:
@@ -200,7 +192,7 @@ def _weights(name: str, tag: str) -> dict[str, Any]:
 
 
 def _tokenizer(source: str, local: bool) -> Any:
-    """The tokenizer of a model, or a stand-in that knows why there is none; from the local cache without a hub."""
+    """The tokenizer of a model, or a stand-in with the reason why there is none; from the local cache without a hub."""
     import open_clip
 
     try:

@@ -77,9 +77,9 @@ def _whole(vit: Anatomy, image: Tensor) -> Tensor:
 def _read_tokens(vit: Anatomy, tokens: Tensor) -> None:
     if tokens.ndim != 3 or tokens.shape[1] != vit.tokens:
         raise PatchlightError(
-            f"{vit.name} makes tokens {list(tokens.shape)} of one image, and {vit.prefix} prefix tokens with a grid of "
-            f"{' x '.join(map(str, vit.grid))} patches{f' and {vit.suffix} suffix tokens' if vit.suffix else ''} would "
-            f"be {vit.tokens}; its patches cannot be located"
+            f"{vit.name} makes tokens {list(tokens.shape)} of one image, but {vit.prefix} prefix tokens and a grid of "
+            f"{' x '.join(map(str, vit.grid))} patches{f' and {vit.suffix} suffix tokens' if vit.suffix else ''} make "
+            f"{vit.tokens}; its patches cannot be located"
         )
     vit.width = tokens.shape[2]
 

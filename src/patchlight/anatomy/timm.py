@@ -273,11 +273,16 @@ def _check_options(cls: type, options: dict[str, Any]) -> None:
 @register_family("timm", package="timm", prefix="timm", create=create_timm, names=timm_names)
 def read_timm(model: nn.Module, **overrides: Any) -> Anatomy | None:
     """The anatomy of one of timm's plain transformers, or None."""
+    return TimmAnatomy(model, **overrides) if is_plain(model) else None
+
+
+def is_plain(model: Any) -> bool:
+    """Whether a model is a ViT, Eva or BEiT of timm."""
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
 
-    return TimmAnatomy(model, **overrides) if isinstance(model, VisionTransformer | Eva | Beit) else None
+    return isinstance(model, VisionTransformer | Eva | Beit)
 
 
 def _labels(config: dict[str, Any], classes: int) -> list[str] | None:

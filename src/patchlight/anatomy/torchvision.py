@@ -13,7 +13,7 @@ from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.opened import Anatomy
-from patchlight.anatomy.parts import named_parts
+from patchlight.anatomy.parts import find, named_parts
 from patchlight.anatomy.timm import imagenet_labels
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import Preprocess
@@ -29,9 +29,9 @@ class TorchvisionAnatomy(CrossedAnatomy):
     ) -> None:
         name = name or type(model).__name__
         facts = _model_facts(model, name, labels, facts)
-        found = find_blocks(model, lambda net, images: net(images), (3, *facts["preprocess"].size), name)
+        discovery = find_blocks(model, lambda net, images: net(images), (3, *facts["preprocess"].size), name)
         self.head_paths = [path for path in ("heads", "head") if hasattr(model, path)]
-        super().__init__(model, **{**locate_tokens(found, facts["preprocess"].size, stage, name), **facts})
+        super().__init__(model, **{**locate_tokens(discovery, facts["preprocess"].size, stage, name), **facts})
 
     def projection(self) -> nn.Module | None:
         return cast("nn.Module | None", getattr(self.net, "conv_proj", None))
@@ -85,10 +85,8 @@ def _is_plain(model: Any) -> bool:
 
 def _model_facts(model: Any, name: str, labels: Sequence[str] | None, facts: dict[str, Any]) -> dict[str, Any]:
     """Name, classes and labels, preprocessing."""
-    last = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    classes = last[-1].out_features if any(hasattr(model, h) for h in ("heads", "head", "classifier")) and last else 0
-    if _is_plain(model):
-        classes = next((m.out_features for m in reversed(list(model.heads.modules())) if isinstance(m, nn.Linear)), 0)
+    classifier = find(model, "heads", "head", "classifier")
+    classes = next((m.out_features for m in reversed(list(classifier.modules())) if isinstance(m, nn.Linear)), 0)
     side = int(getattr(model, "image_size", 224))
     return {
         "name": name,

@@ -47,7 +47,7 @@ def watch_tokens(module: nn.Module | None, part: Literal["n", "o", "u"]) -> None
 
 
 def watch_reach(attention: nn.Module, reach: Reach, until: nn.Module | None = None) -> None:
-    """Let taps know which tokens an attention of a twin connects while it runs (or before its part `until` runs)."""
+    """Report to taps which tokens an attention of a twin connects, while it runs (or until its part `until` runs)."""
 
     def begin(*_: Any) -> None:
         tap = current_tap()

@@ -145,7 +145,7 @@ class Reach(ABC):
 class Windows(Reach):
     """Attention within windows: `slots` [W,n] are the tokens of each, in order, with -1 for padding.
 
-    `allowed` [W,n,n] says which tokens may attend to which, where a mask splits a window that was shifted over the
+    `allowed` [W,n,n] is which tokens may attend to which, where a mask splits a window that was shifted over the
     edge.
     """
 
