@@ -147,7 +147,7 @@ def test_orders_and_values_are_the_authors(image: int, monkeypatch: pytest.Monke
     here as it did there; elsewhere only orders can be compared.
     """
     saved, orders, rows = reference("mda49"), list[Tensor](), list[float]()
-    search, score = mda._Game.order, mda._Game.shown
+    search, score = mda._Game.order, mda._Game.score_shown
 
     def kept(game: mda._Game, *options: object) -> Tensor:
         orders.append(search(game, *options))  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_orders_and_values_are_the_authors(image: int, monkeypatch: pytest.Monke
         return torch.from_numpy(np.argsort(values)[::-1].copy()).argsort().view_as(places)
 
     monkeypatch.setattr(mda._Game, "order", kept)
-    monkeypatch.setattr(mda._Game, "shown", scored)
+    monkeypatch.setattr(mda._Game, "score_shown", scored)
     monkeypatch.setattr(mda, "pixel_ranks", sorted_by_numpy)
     settings = {"preset": "authors", "prior": "genatt", "side": 2}
     one, target = inputs()[image : image + 1], int(saved["target"][image])

@@ -57,7 +57,7 @@ def test_sets_of_a_model_are_disjoint_enough_and_minimal(unit: str) -> None:
 
     everything = torch.ones(4, 4, dtype=torch.bool)
     whole = p(everything)
-    assert found.whole == pytest.approx(whole)
+    assert found.full == pytest.approx(whole)
     assert len(found) > 0
     assert int(found.sets.sum(0).max()) == 1
     close(torch.tensor(found.probabilities), torch.tensor([p(one) for one in found.sets]), 1e-6)

@@ -1,6 +1,6 @@
 """Ground truth: scenes of small signs and tasks about them, in which the patches that decide are known.
 
-Every sign fills one patch of an 8 x 8 grid, so no other patch carries what it says. All tasks share their scenes: what
+Every sign fills one patch of an 8 x 8 grid, so no other patch shows any of it. All tasks share their scenes: what
 decides one task is a distraction in another.
 """
 
@@ -20,7 +20,7 @@ from patchlight.data.base import Data, Sample, Sources, register_data
 
 GRID, PATCH = 8, 8
 KINDS = ("horizontal", "vertical", "checked", "diagonal")
-"""What the warm tile, the cold tile and the watermark may say."""
+"""Textures of the two tiles; the watermark is the sign of one of them."""
 SIGNS = ("warm", "cold", "watermark", "plus", "ring", "dot 1", "dot 2", "dot 3")
 WARM, COLD, WATERMARK, PLUS, RING = range(5)
 DOTS = (5, 6, 7)
@@ -71,7 +71,7 @@ class Scenes:
     Attributes:
         places: The patch of each sign [n,8], all different.
         present: Which signs are there [n,8].
-        kinds: What the warm tile, the cold tile and the watermark say [n,3].
+        kinds: The textures of the warm tile, the cold tile and the watermark [n,3], as indices of `KINDS`.
         ground: The background [n,3,64,64] uint8.
     """
 

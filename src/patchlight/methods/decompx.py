@@ -148,13 +148,13 @@ def decompx_bias(ask: Ask, bias: Bias = "absdot", start: Start = 0) -> Tensor:
         logits = vit.readout(vit.run(tokens, start=first))
         weights = logit_gradients(ask, logits)  # [B,T,C]
         head = linear(ends.head)
-        for image, own in zip(tokens, weights, strict=True):
+        for image, image_weights in zip(tokens, weights, strict=True):
             found = _Decomposition(image, bias)
             for index in range(first, vit.depth):
                 image = found.block(vit.parts(index), image, vit.heads)
             parts = found.norm(ends.norm, found.parts[:1], image[:1])[0]  # [J,D]
-            each = parts @ (own @ head.weight).T  # [J,T]
-            constant = None if head.bias is None else own @ head.bias
+            each = parts @ (image_weights @ head.weight).T  # [J,T]
+            constant = None if head.bias is None else image_weights @ head.bias
             maps.append(_with_constant(each, constant, bias).T)
     return torch.stack([vit.patches(one) for one in maps])
 

@@ -182,14 +182,14 @@ def interactions(
     seed: int = 0,
     **ablation: Any,
 ) -> Interactions:
-    """Which pairs of regions act together on the score of a class, and which say the same twice.
+    """Which pairs of regions act together on the score of a class, and which are redundant.
 
     .. math:: v(S) \\approx c + \\sum_{i \\in S} a_i + \\sum_{i < j \\in S} b_{ij}
 
     v(S) is the score of the image with only the regions of S. b is positive for regions that only count together, and
     negative for regions of which one is enough. The default index fits this sum by least squares to coalitions in which
     each region takes part with probability 1/2 (faithful Banzhaf interactions); errors are those of a jackknife. In a
-    typical image most pairs are redundant; R squared on other coalitions says how much pairs explain at all.
+    typical image most pairs are redundant; R squared on other coalitions shows how much pairs explain.
 
     Args:
         vit: The model.
@@ -261,7 +261,7 @@ def interaction_values(
         z = all_coalitions(players)
         y = game(z)
         values = exact_values(z, y, index)
-        return values, None, (_explained(z, y, z, y, False), _explained(z, y, z, y, True))
+        return values, None, (_r_squared(z, y, z, y, False), _r_squared(z, y, z, y, True))
     if index not in SAMPLED:
         raise PatchlightError(
             f"index='{index}' needs all {2**players:,} coalitions of {players} regions, and samples={samples}; give a "
@@ -272,11 +272,11 @@ def interaction_values(
             f"{samples} coalitions are too few for the {columns:,} effects of {players} regions and their pairs; give "
             f"at least samples={MARGIN * columns}, or a larger side (at most {MOST} regions)"
         )
-    held = max(32, samples // 4)
+    test_count = max(32, samples // 4)
     if index == "fsii":
-        z = draw_coalitions(samples + held, players, generator)
+        z = draw_coalitions(samples + test_count, players, generator)
     else:
-        z = torch.rand(samples + held, players, generator=generator) < 0.5
+        z = torch.rand(samples + test_count, players, generator=generator) < 0.5
     ends = torch.stack([torch.zeros(players), torch.ones(players)]).bool()
     scores = game(torch.cat([z, ends]))
     y, none, full = scores[:-2], scores[-2], scores[-1]
@@ -290,7 +290,7 @@ def interaction_values(
         return as_matrix(found, players)
 
     estimated = jackknife(fitted, samples, y, together=2 if index == "fsii" else 1)
-    r2 = tuple(_explained(z[:samples], y[:samples], z[samples:], y[samples:], pairs) for pairs in (False, True))
+    r2 = tuple(_r_squared(z[:samples], y[:samples], z[samples:], y[samples:], pairs) for pairs in (False, True))
     return estimated.maps, estimated.error, (r2[0], r2[1])
 
 
@@ -306,20 +306,20 @@ def design(z: Tensor, pairs: bool = True) -> Tensor:
     return torch.cat([z, z[:, i] * z[:, j]], 1) if pairs else z
 
 
-def as_matrix(found: Tensor, players: int) -> Tensor:
+def as_matrix(effects: Tensor, players: int) -> Tensor:
     """Effects of players and pairs, in the order of `design`, as a symmetric matrix [n,n]."""
     i, j = torch.triu_indices(players, players, 1)
-    values = found[:players].diag()
-    values[i, j] = values[j, i] = found[players:]
+    values = effects[:players].diag()
+    values[i, j] = values[j, i] = effects[players:]
     return values
 
 
-def _explained(z: Tensor, y: Tensor, others: Tensor, scores: Tensor, pairs: bool) -> float:
+def _r_squared(z: Tensor, y: Tensor, test_z: Tensor, test_scores: Tensor, pairs: bool) -> float:
     """R squared on other coalitions of the least-squares fit to coalitions z with scores y."""
     one = torch.ones(len(z), 1, dtype=torch.float64)
-    found = torch.linalg.lstsq(torch.cat([one, design(z, pairs)], 1), y[:, None], driver="gelsd").solution
-    rest = scores - found[0] - design(others, pairs) @ found[1:, 0]
-    spread = (scores - scores.mean()).square().sum()
+    fitted = torch.linalg.lstsq(torch.cat([one, design(z, pairs)], 1), y[:, None], driver="gelsd").solution
+    rest = test_scores - fitted[0] - design(test_z, pairs) @ fitted[1:, 0]
+    spread = (test_scores - test_scores.mean()).square().sum()
     return float(1 - rest.square().sum() / spread) if float(spread) > 0 else math.nan
 
 

@@ -95,11 +95,11 @@ class _Game:
         """The score of each variant [V]."""
         return self.ask.score_variants(variants)[:, 0].double().cpu()
 
-    def among(self, sets: Tensor) -> Tensor:
+    def masks(self, sets: Tensor) -> Tensor:
         """Which regions [V,n] are in sets of indices [V,m]."""
         return torch.zeros(len(sets), int(self.labels.max()) + 1, dtype=torch.bool).scatter_(1, sets, True)
 
-    def shown(self, sets: Tensor, fill: Filling) -> Tensor:
+    def score_shown(self, sets: Tensor, fill: Filling) -> Tensor:
         """The score [V] with only the regions of each set [V,n] over a fill."""
         return self.score(PixelMasks(torch.zeros(len(sets)).long(), sets.to(self.labels.device)[:, self.labels], fill))
 
@@ -110,11 +110,11 @@ class _Game:
         image's; all others, from the last one, raise the score over grey slowest.
         """
         ends = torch.stack([torch.zeros_like(prior), torch.ones_like(prior)]).bool()
-        low, high = self.shown(ends, self.blurry).tolist()
+        low, high = self.score_shown(ends, self.blurry).tolist()
         best: list[float] = []
 
         def insertion(sets: Tensor) -> Tensor:
-            scores = self.shown(self.among(sets[0]), self.blurry)
+            scores = self.score_shown(self.masks(sets[0]), self.blurry)
             best.append((float(scores.max()) - low) / max(abs(high - low), torch.finfo(torch.float64).tiny))
             return scores[None]
 
@@ -126,7 +126,7 @@ class _Game:
         rest = torch.ones_like(prior).index_fill(0, first, 0).nonzero()[:, 0]
 
         def deletion(sets: Tensor) -> Tensor:
-            return -self.shown(self.among(rest[sets[0]]), self.grey)[None]
+            return -self.score_shown(self.masks(rest[sets[0]]), self.grey)[None]
 
         last = rest[guided_order(deletion, -prior[rest][None], candidates).regions[0]]
         return torch.cat([first, last.flip(0)])
@@ -163,7 +163,7 @@ def blurred(images: Tensor, side: int) -> Tensor:
     return F.conv2d(across, weight.mT, padding=(side // 2, 0), groups=images.shape[1])
 
 
-def _in_pixels(patches: Tensor, vit: Anatomy, size: tuple[int, int], side: int, regions: Regions) -> Tensor:
+def _prior_pixels(patches: Tensor, vit: Anatomy, size: tuple[int, int], side: int, regions: Regions) -> Tensor:
     """A prior's map [N] at pixels [1,1,H,W]; the authors first average it over squares with soft borders."""
     cells = patches.view(1, 1, *vit.grid).double().cpu()
     if regions == "square":
@@ -173,7 +173,7 @@ def _in_pixels(patches: Tensor, vit: Anatomy, size: tuple[int, int], side: int, 
     return F.interpolate(F.interpolate(fine, squares, mode="bilinear", antialias=True), size, mode="nearest-exact")
 
 
-def _blurry(ask: Ask) -> Tensor:
+def _blurred_copy(ask: Ask) -> Tensor:
     """The least blurred copy of one image that hides its class."""
     for side in BLURS:
         copy = blurred(ask.images, side)
@@ -240,20 +240,20 @@ def mda(
     squares = region_members(ask.vit.grid, side)
     labels = squares.byte().argmax(0)[patch_labels(ask.vit, size)]
     results = []
-    for index, own in enumerate(maps):
+    for index, image_maps in enumerate(maps):
         image = ask.of(torch.tensor([index]))
         if regions == "slic":
             labels = slic_regions(image.images[0], ask.vit, len(squares), 10_000)
         sizes = labels.flatten().bincount().double()
-        for column, patches in enumerate(own):
+        for column, patches in enumerate(image_maps):
             alone = replace(image, targets=image.targets.column(column))
-            means = labels.flatten().bincount(_in_pixels(patches, ask.vit, size, side, regions).flatten()) / sizes
+            means = labels.flatten().bincount(_prior_pixels(patches, ask.vit, size, side, regions).flatten()) / sizes
             filling = fill_images(fill, alone.images, ask.vit, ask.seed)
-            game = _Game(alone, labels.to(ask.images.device), _blurry(alone), filling)
+            game = _Game(alone, labels.to(ask.images.device), _blurred_copy(alone), filling)
             count = min(MOST_CANDIDATES, 2 * int(len(means) ** 0.5)) if candidates is None else candidates
             order = game.order(means, count, cutoff)
-            found = torch.zeros_like(means)
-            found[order] = torch.from_numpy(region_values(game.falls(order), sizes[order].numpy(), values))
-            results.append(found[labels])
+            values_of = torch.zeros_like(means)
+            values_of[order] = torch.from_numpy(region_values(game.falls(order), sizes[order].numpy(), values))
+            results.append(values_of[labels])
     wide = torch.promote_types(ask.vit.dtype, torch.float32)
     return at_level(torch.stack(results).view(*maps.shape[:2], *size).to(ask.images.device, wide), level, ask)

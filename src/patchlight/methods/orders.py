@@ -41,7 +41,7 @@ class _End:
 
     def sets(self, candidates: Tensor) -> Tensor:
         """The placed regions with each of the candidates [R,k,m]."""
-        return with_each(self.placed, candidates)
+        return extended_sets(self.placed, candidates)
 
     def place(self, candidates: Tensor, values: Tensor) -> Tensor:
         """The best candidate [R,1], which is placed."""
@@ -53,18 +53,18 @@ class _End:
         return best
 
 
-def with_each(members: Tensor, candidates: Tensor) -> Tensor:
+def extended_sets(members: Tensor, candidates: Tensor) -> Tensor:
     """A set [R,m] with each of its candidates [R,k]: sets [R,k,m+1]."""
     return torch.cat([members[:, None].expand(-1, candidates.shape[1], -1), candidates[..., None]], -1)
 
 
-def others(sets: Tensor, count: int) -> Tensor:
+def complements(sets: Tensor, count: int) -> Tensor:
     """The regions [R,k,count-m] that are not in sets [R,k,m] of `count` regions."""
     inside = torch.zeros(*sets.shape[:2], count, dtype=torch.uint8, device=sets.device).scatter_(2, sets, 1)
     return inside.argsort(dim=2, stable=True)[..., : count - sets.shape[2]]
 
 
-def _without(remaining: Tensor, best: Tensor) -> Tensor:
+def _drop(remaining: Tensor, best: Tensor) -> Tensor:
     """Regions [R,m] without one of each row [R,1]."""
     at = (remaining == best).to(torch.uint8).argmax(1, keepdim=True)
     index = torch.arange(remaining.shape[1] - 1, device=remaining.device)
@@ -119,7 +119,7 @@ def guided_order(
             values = value(torch.cat([end.sets(some) for end, some in zip(step, tried, strict=True)], 1))
             valued += count
             for end, some, own in zip(step, tried, values.split([t.shape[1] for t in tried], 1), strict=True):
-                remaining = _without(remaining, end.place(some, own))
+                remaining = _drop(remaining, end.place(some, own))
     first, unplaced = front.placed.shape[1], remaining.shape[1]
     regions = torch.cat([front.placed, remaining, back.placed.flip(1)], 1)
     return Order(regions, valued, first, first + (unplaced if unplaced > 1 else 0))
@@ -157,7 +157,7 @@ def phased_order(value: SetFunction, prior: Tensor, budget: int | None = None) -
         if budget is not None and valued + some.shape[1] > budget:
             raise _Spent
         valued += some.shape[1]
-        return value(with_each(shown, some)).to(prior)[0]
+        return value(extended_sets(shown, some)).to(prior)[0]
 
     def show(some: Tensor) -> None:
         nonlocal shown, rest

@@ -239,12 +239,12 @@ def posterior(
         ridge: The ratio r; "likelihood" averages over r from 0.1 to 100, weighted by the marginal likelihood for each
             image and class, which shrinks less and is mostly worse.
     """
-    known = prior_map(ask, _chosen_prior(prior, ask.vit))
+    prior_maps = prior_map(ask, _chosen_prior(prior, ask.vit))
     wide = torch.promote_types(ask.vit.dtype, torch.float32)
     if samples == 0:
-        if known is None:
+        if prior_maps is None:
             raise PatchlightError("samples=0 with prior='none' leaves no map; give samples or a prior")
-        return Estimate(known.unflatten(2, ask.vit.grid).to(wide))
+        return Estimate(prior_maps.unflatten(2, ask.vit.grid).to(wide))
     source = fields(ask, _source(masks, ask.vit), samples)
     removed: Literal["token", "patch"] = "patch" if unit == "patch" or ask.vit.can_drop is not None else "token"
     shown = torch.zeros_like(source, dtype=torch.bool)
@@ -256,9 +256,9 @@ def posterior(
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
         here = images.to(shown.device)
-        given = None if known is None else known[here]
-        found = condition(shown[here, : scores.shape[1]], scores, given, ridge)
-        mean, error = (values.unflatten(2, ask.vit.grid).to(wide) for values in (found.mean, found.variance().sqrt()))
+        given = None if prior_maps is None else prior_maps[here]
+        result = condition(shown[here, : scores.shape[1]], scores, given, ridge)
+        mean, error = (values.unflatten(2, ask.vit.grid).to(wide) for values in (result.mean, result.variance().sqrt()))
         return Estimate(mean, error)
 
     return in_rounds(ask, source.shape[1], tolerance, score, estimate)

@@ -20,7 +20,7 @@ from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.lime import patch_labels, picture
 from patchlight.methods.masking import owners, score_kept
-from patchlight.methods.orders import Order, SetFunction, guided_order, others, phased_order
+from patchlight.methods.orders import Order, SetFunction, complements, guided_order, phased_order
 from patchlight.methods.posterior import prior_estimate
 from patchlight.methods.requests import Request, refusal, resolve
 
@@ -112,7 +112,7 @@ def set_function(ask: Ask, members: Tensor, objective: Objective, removes: bool,
     def value(sets: Tensor) -> Tensor:
         if objective == "insertion":
             return score([sets])[0]
-        hidden = others(sets, len(members))
+        hidden = complements(sets, len(members))
         if objective == "deletion":
             return score([hidden])[0].neg().add(1)
         shown, left = score([sets, hidden]).unbind(0)
@@ -207,55 +207,57 @@ def search(
     """
     if schedule == "phasewin" and ask.score != "probability":
         raise PatchlightError("schedule='phasewin' compares ratios of probabilities; leave out score, or use 'guided'")
-    known = prior_estimate(ask, prior, **prior_settings(prior, samples))
+    prior_result = prior_estimate(ask, prior, **prior_settings(prior, samples))
     removes = unit == "token" or (unit == "auto" and ask.vit.can_drop is None)
     calls = 2 if objective == "both" else 1
     sets = None if budget is None else budget // calls
     squares = region_members(ask.vit.grid, side)
     maps, errors, valued = list[Tensor](), list[Tensor](), list[int]()
-    for some, patches, error in _rows(ask, known, alone=regions == "slic" or schedule == "phasewin"):
+    for row_ask, patches, error in _rows(ask, prior_result, alone=regions == "slic" or schedule == "phasewin"):
         members = squares
         if regions == "slic":
-            members = segment_members(slic_regions(some.images[0], ask.vit, len(squares)), ask.vit)
-        value = set_function(some, members, objective, removes, fill)
-        order = (patches @ members.double().T / members.sum(1)).argsort(dim=1, descending=True, stable=True)
-        ranks = -order.argsort(1).to(ask.images.device, torch.float32)
+            members = segment_members(slic_regions(row_ask.images[0], ask.vit, len(squares)), ask.vit)
+        value = set_function(row_ask, members, objective, removes, fill)
+        by_prior = (patches @ members.double().T / members.sum(1)).argsort(dim=1, descending=True, stable=True)
+        ranks = -by_prior.argsort(1).to(ask.images.device, torch.float32)
         if schedule == "phasewin":
-            found = phased_order(value, ranks, sets)
+            order = phased_order(value, ranks, sets)
         else:
             width, fresh = {"greedy": (len(members), None), "lazy": (candidates, FRESH)}.get(
                 schedule, (candidates, None)
             )
-            found = guided_order(value, ranks, width, fresh, schedule == "two-ended", sets)
-        maps.append(ordered_map(found.regions.cpu(), members, patches))
-        errors.append(_left_error(found, patches, error, ask.generator()))
-        valued += [calls * found.valued] * len(patches)
+            order = guided_order(value, ranks, width, fresh, schedule == "two-ended", sets)
+        maps.append(ordered_map(order.regions.cpu(), members, patches))
+        errors.append(_left_error(order, patches, error, ask.generator()))
+        valued += [calls * order.valued] * len(patches)
     wide = torch.promote_types(ask.vit.dtype, torch.float32)
     shape = (len(ask.images), -1, *ask.vit.grid)
-    unsure = known.error is not None and budget is not None and len(squares) == ask.vit.cells and regions == "square"
+    has_error = (
+        prior_result.error is not None and budget is not None and len(squares) == ask.vit.cells and regions == "square"
+    )
     return Estimate(
         torch.cat(maps).view(shape).to(ask.images.device, wide),
-        torch.cat(errors).view(shape).to(ask.images.device, wide) if unsure else None,
+        torch.cat(errors).view(shape).to(ask.images.device, wide) if has_error else None,
         facts={"forwards": torch.tensor(valued, dtype=torch.float).view(len(ask.images), -1).amax(1)},
     )
 
 
-def _rows(ask: Ask, known: Estimate, alone: bool) -> Iterator[tuple[Ask, Tensor, Tensor]]:
+def _rows(ask: Ask, prior: Estimate, alone: bool) -> Iterator[tuple[Ask, Tensor, Tensor]]:
     """The prior's map and error [R,N] of all images and classes together, or `alone` of each, with its ask."""
-    maps = known.maps.double().cpu()
-    errors = torch.full_like(maps, torch.nan) if known.error is None else known.error.double().cpu()
+    maps = prior.maps.double().cpu()
+    errors = torch.full_like(maps, torch.nan) if prior.error is None else prior.error.double().cpu()
     if not alone:
         yield ask, maps.flatten(0, 1), errors.flatten(0, 1)
         return
     for i, t in itertools.product(range(len(maps)), range(maps.shape[1])):
-        some = ask.of(torch.tensor([i]))
-        yield replace(some, targets=some.targets.column(t)), maps[i, t][None], errors[i, t][None]
+        image_ask = ask.of(torch.tensor([i]))
+        yield replace(image_ask, targets=image_ask.targets.column(t)), maps[i, t][None], errors[i, t][None]
 
 
-def _left_error(found: Order, prior: Tensor, error: Tensor, generator: torch.Generator) -> Tensor:
+def _left_error(order: Order, prior: Tensor, error: Tensor, generator: torch.Generator) -> Tensor:
     """The error of the ranks [R,N] of patches that were not searched; NaN for the others."""
-    left = found.regions[:, found.first : found.last].cpu()
+    left = order.regions[:, order.first : order.last].cpu()
     out = torch.full_like(prior, torch.nan)
-    if prior.shape[1] != found.regions.shape[1] or left.shape[1] == 0:
+    if prior.shape[1] != order.regions.shape[1] or left.shape[1] == 0:
         return out
     return out.scatter_(1, left, rank_error(prior.gather(1, left), error.gather(1, left), generator))

@@ -34,7 +34,7 @@ class SufficientSets:
         sets: The patches [k,*grid] of each set; the one that was found first comes first.
         probabilities: The probability of the class with the patches of each set alone.
         without: Its probability without the patches of each set: high if another set is enough.
-        whole: Its probability with all patches.
+        full: Its probability with all patches.
         rest: Its probability without the patches of all sets.
         label: The class.
         picture: The image [H,W,3], if it is one.
@@ -43,7 +43,7 @@ class SufficientSets:
     sets: Tensor
     probabilities: tuple[float, ...]
     without: tuple[float, ...]
-    whole: float
+    full: float
     rest: float
     label: str
     picture: np.ndarray | None = None
@@ -54,7 +54,7 @@ class SufficientSets:
     def __str__(self) -> str:
         sizes = ", ".join(f"{n} patches ({p:.2f})" for n, p in zip(self.sizes, self.probabilities, strict=True))
         found = f"{len(self)} disjoint sets keep it: {sizes}; without all of them {self.rest:.2f}"
-        return f"{self.label} ({self.whole:.2f}): {found if len(self) else 'no set of patches alone keeps it'}"
+        return f"{self.label} ({self.full:.2f}): {found if len(self) else 'no set of patches alone keeps it'}"
 
     @property
     def sizes(self) -> list[int]:
@@ -140,36 +140,36 @@ def sufficient_sets(
     ablation = resolve_settings("sufficient_sets", ABLATION, {}, ablation)
     ask = Ask(vit, batch, targets, "probability", integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
     with vit.settled():
-        known = prior_estimate(ask, prior, **prior_settings(prior, samples)).maps[0]
+        prior_maps = prior_estimate(ask, prior, **prior_settings(prior, samples)).maps[0]
         removes = unit == "token" or (unit == "auto" and vit.can_drop is None)
         members = region_members(vit.grid, 1)
         shown, hidden = (set_function(ask, members, name, removes, fill) for name in ("insertion", "deletion"))
         everything = torch.arange(vit.cells, device=batch.device)[None, None]
-        whole = float(shown(everything))
+        full = float(shown(everything))
         width, count = integer("candidates", candidates, 1), integer("most", most, 1)
-        sets = disjoint_sets(shown, known, share * whole, width, count)
+        sets = disjoint_sets(shown, prior_maps, share * full, width, count)
         masks = torch.zeros(len(sets), vit.cells, dtype=torch.bool)
         for mask, one in zip(masks, sets, strict=True):
             mask[one.cpu()] = True
         alone = [float(shown(one[None, None])) for one in sets]
         without = [1 - float(hidden(one[None, None])) for one in sets]
         every = torch.cat(sets)[None, None] if sets else None
-        rest = whole if every is None else 1 - float(hidden(every)) if every.shape[2] < vit.cells else 0.0
+        rest = full if every is None else 1 - float(hidden(every)) if every.shape[2] < vit.cells else 0.0
     colours = picture(batch[0], vit) if vit.layout.inputs == "images" and vit.channels == 3 else None
     label = vit.label(int(targets.index[0, 0]))
-    return SufficientSets(masks.view(-1, *vit.grid), tuple(alone), tuple(without), whole, rest, label, colours)
+    return SufficientSets(masks.view(-1, *vit.grid), tuple(alone), tuple(without), full, rest, label, colours)
 
 
 def disjoint_sets(value: SetFunction, prior: Tensor, limit: float, width: int, most: int) -> list[Tensor]:
     """Disjoint minimal sets of players, each worth at least `limit`; the prior [1,n] guides the search for each."""
-    free, found = torch.arange(prior.shape[1], device=prior.device), list[Tensor]()
-    while len(found) < most and len(free) > 0:
+    free, sets = torch.arange(prior.shape[1], device=prior.device), list[Tensor]()
+    while len(sets) < most and len(free) > 0:
         if float(value(free[None, None])) < limit:
             break
         best: list[float] = []
 
-        def among(sets: Tensor, free: Tensor = free, best: list[float] = best) -> Tensor:
-            values = value(free[sets])
+        def among(chosen_sets: Tensor, free: Tensor = free, best: list[float] = best) -> Tensor:
+            values = value(free[chosen_sets])
             best.append(float(values.max()))
             return values
 
@@ -178,9 +178,9 @@ def disjoint_sets(value: SetFunction, prior: Tensor, limit: float, width: int, m
 
         order = guided_order(among, prior[:, free], width, stop=enough).regions[0]
         chosen = minimal(value, free[order[: len(best)] if enough() else order], limit)
-        found.append(chosen)
+        sets.append(chosen)
         free = free[torch.isin(free, chosen, invert=True)]
-    return found
+    return sets
 
 
 def minimal(value: SetFunction, chosen: Tensor, limit: float) -> Tensor:

@@ -168,23 +168,23 @@ def stability(
     predicted = top_classes(clean, ask.vit.outputs).index
 
     def ratio(maps: Tensor, images: Tensor, owner: Tensor) -> Tensor:
-        own = owner.to(maps.device)
-        maps = maps.double() / size[own]
-        gap = relative(first[own], maps) if change == "relative" else first[own] - maps
+        index = owner.to(maps.device)
+        maps = maps.double() / size[index]
+        gap = relative(first[index], maps) if change == "relative" else first[index] - maps
         logits, tokens = _outputs(ask.vit, images)
         below = {
-            "input": lambda: ask.images[own] - images,
-            "relative-input": lambda: relative(ask.images[own], images),
-            "output": lambda: clean[own] - logits,
-            "tokens": lambda: relative(last[own], tokens),
+            "input": lambda: ask.images[index] - images,
+            "relative-input": lambda: relative(ask.images[index], images),
+            "output": lambda: clean[index] - logits,
+            "tokens": lambda: relative(last[index], tokens),
         }[per]()
         same = (top_classes(logits, ask.vit.outputs).index == predicted[owner.cpu()]).all(1).to(maps.device)
         step = below.double().flatten(1).norm(dim=1)
         return torch.where(same, gap.norm(dim=1) / step.clamp_min(1e-12), torch.nan)
 
-    found = _under_noise(ask, noise.to(ask.images), ratio, chunk=chunk)
-    kept = found.isfinite()
-    values = torch.where(kept, found, -torch.inf).amax(0)
+    ratios = _under_noise(ask, noise.to(ask.images), ratio, chunk=chunk)
+    kept = ratios.isfinite()
+    values = torch.where(kept, ratios, -torch.inf).amax(0)
     lost = (~kept.any(0)).nonzero().flatten().tolist()
     values[lost] = torch.nan
     reasons = dict.fromkeys(lost, "every noise changes its prediction")

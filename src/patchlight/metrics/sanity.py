@@ -213,15 +213,15 @@ def _smoothed(ask: Measure, vit: Anatomy, denoise: int) -> Tensor:
 def _randomised_maps(ask: Measure, order: Order, denoise: int) -> tuple[Tensor, list[Tensor]]:
     """The original maps, and those after each stage."""
     other, parts, random = _random_twin(ask)
-    own = dict(ask.vit.model.named_parameters())
+    original = dict(ask.vit.model.named_parameters())
     first = ask.maps if ask.current and denoise == 1 else _smoothed(ask, ask.vit, denoise)
     maps = []
-    _put(other, own, own)
+    _put(other, original, original)
     for _, names in reversed(parts) if order == "bottom-up" else parts:
         _put(other, names, random)
         maps.append(_smoothed(ask, other, denoise))
         if order == "independent":
-            _put(other, names, own)
+            _put(other, names, original)
     return first, maps
 
 
