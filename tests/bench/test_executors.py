@@ -232,7 +232,7 @@ def test_a_worker_that_dies_between_units_is_replaced(images: Path, tmp_path: Pa
     planned = plan(override(recipe(images), images=1))
     unit = Cutter(planned, WHOLE, []).cut()
     assert unit is not None
-    workers = executors.Workers(executors.worker_job(planned, Resources("cpu", 8), 1), ["cpu"], tmp_path / "logs")
+    workers = executors.Workers(executors.worker_job(Resources("cpu", 8), 1), ["cpu"], tmp_path / "logs")
     try:
         (process,) = workers.pools[0]._processes.values()
         process.kill()

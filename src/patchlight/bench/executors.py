@@ -14,19 +14,18 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from patchlight.bench.events import Listener
-from patchlight.bench.plan import Group, Images, Plan, Unit
-from patchlight.bench.recipe import Recipe
+from patchlight.bench.plan import Unit
 from patchlight.bench.rows import Done, KnownValues
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.core.errors import PatchlightError
@@ -134,7 +133,7 @@ class Workers:
             except BaseException as failure:
                 outcome.set_exception(failure)
 
-        task = pickle.dumps((self.job, self.devices[number], unit_to_dict(unit), measured))  # tensors by value
+        task = pickle.dumps((self.job, self.devices[number], pickle.dumps(unit), measured))  # tensors by value
         try:
             answer = self.pools[number].submit(_run_task, task)
         except BrokenProcessPool:  # the process died while it was idle
@@ -169,15 +168,14 @@ def _prepare_worker(log: str) -> None:
 
 def _run_task(task: bytes) -> bytes:
     """Run a pickled unit in a worker."""
-    job, device, description, measured = pickle.loads(task)
-    return pickle.dumps(execute(job, description, measured, device))
+    job, device, unit, measured = pickle.loads(task)
+    return pickle.dumps(execute(job, unit, measured, device))
 
 
-def worker_job(plan: Plan, resources: Resources, threads: int) -> str:
-    """The part of a run that all its workers share, as JSON: recipe, plugins with their source, and resources."""
+def worker_job(resources: Resources, threads: int) -> str:
+    """The part of a run that all its workers share, as JSON: plugins with their source, and resources."""
     return json.dumps(
         {
-            "recipe": plan.recipe.model_dump_json(),
             "plugins": [[path, Path(path).read_text(encoding="utf-8")] for path in loaded_files()],
             "folder": os.getcwd(),
             "threads": threads,
@@ -188,7 +186,7 @@ def worker_job(plan: Plan, resources: Resources, threads: int) -> str:
 
 
 @lru_cache(maxsize=1)
-def _prepared(job: str) -> tuple[Recipe, Resources]:
+def _prepared(job: str) -> Resources:
     """Prepare a worker process for a run, once: load its plugins and change to its working directory."""
     shared = json.loads(job)
     with contextlib.suppress(OSError):
@@ -199,28 +197,13 @@ def _prepared(job: str) -> tuple[Recipe, Resources]:
             path = Path(tempfile.mkdtemp(prefix="patchlight-")) / Path(path).name
             path.write_text(text, encoding="utf-8")
         load_plugin(path)
-    return Recipe.model_validate_json(shared["recipe"]), Resources(shared["device"], shared["chunk"])
+    return Resources(shared["device"], shared["chunk"])
 
 
-def execute(job: str, description: Mapping[str, Any], measured: KnownValues, device: str = "") -> Finished:
-    """Run, in a worker process, a unit that `unit_to_dict` described."""
-    recipe, resources = _prepared(job)
-    return run_timed(
-        unit_from_dict(recipe, description), Resources(device or resources.device, resources.chunk), measured
-    )
-
-
-def unit_to_dict(unit: Unit) -> dict[str, Any]:
-    """A unit as plain values, without those of the recipe."""
-    group = {f.name: getattr(unit.group, f.name) for f in fields(Group) if f.name != "recipe"}
-    return {"group": group, "start": unit.start, "images": asdict(unit.images), "key": unit.key}
-
-
-def unit_from_dict(recipe: Recipe, values: Mapping[str, Any]) -> Unit:
-    """The unit that `unit_to_dict` described."""
-    unit = Unit(Group(recipe, **values["group"]), values["start"], Images(**values["images"]))
-    assert unit.key == values["key"], "a unit must be the same in every process"
-    return unit
+def execute(job: str, unit: bytes, measured: KnownValues, device: str = "") -> Finished:
+    """Run a pickled unit in a worker process, which has the plugins of the run first."""
+    resources = _prepared(job)
+    return run_timed(pickle.loads(unit), Resources(device or resources.device, resources.chunk), measured)
 
 
 def devices_of(device: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchlight.bench.paths import PathRemover
@@ -15,7 +14,6 @@ from patchlight.bench.tables import RunTables
 from patchlight.core.drawing.charts import Dot, Line, dot_chart, line_chart, line_style, rank_chart
 from patchlight.core.drawing.page import Chart, data_url, render_page
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import write_atomic
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,35 +39,19 @@ class Example:
     leader: str
 
 
-@dataclass(frozen=True)
-class ModelSection:
-    """Charts and examples of one model; `name` is its heading."""
-
-    name: str
-    curves: list[Chart]
-    ranks: list[Chart]
-    times: Chart | None
-    examples: list[Example]
-
-
-def write_html(run: RunTables, path: str | Path) -> Path:
-    """Write the report to a file."""
-    return write_atomic(path, as_html(run).encode(errors="backslashreplace"))
-
-
 def as_html(run: RunTables) -> str:
     """Tables, curves, ranks, times and examples, without absolute paths; equal stores give equal files."""
     paths = PathRemover(run.manifest)
     colours = {method: line_style(i)[0] for i, method in enumerate(run.recipe.methods)}
     metrics = list(run.recipe.metrics)
     models = {
-        model: ModelSection(
-            paths.models[model],
-            [chart for metric in metrics if (chart := _curves(run, model, metric)) is not None],
-            [_ranks(run.ranks[model, metric], colours) for metric in metrics if (model, metric) in run.ranks],
-            _times(run, model, colours),
-            list(_examples(run, model, paths)),
-        )
+        model: {
+            "name": paths.models[model],
+            "curves": [chart for metric in metrics if (chart := _curves(run, model, metric)) is not None],
+            "ranks": [_ranks(run.ranks[model, metric], colours) for metric in metrics if (model, metric) in run.ranks],
+            "times": _times(run, model, colours),
+            "examples": list(_examples(run, model, paths)),
+        }
         for model in run.models
     }
     return render_page(

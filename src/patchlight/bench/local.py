@@ -143,7 +143,7 @@ def run(
             executor = InProcess(prepared.resources, listen)
         else:
             load_model.cache_clear()  # every worker loads its own model
-            job = worker_job(prepared.plan, prepared.resources, torch.get_num_threads())
+            job = worker_job(prepared.resources, torch.get_num_threads())
             each = [devices[i % len(devices)] for i in range(workers)]
             executor = Workers(job, each, store.folder / "logs")
         return work(prepared, options, executor, stop, listen)

@@ -77,11 +77,11 @@ class Opened:
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """The rows of one unit at a time, ordered by model, method and image."""
-        _check_columns(columns)
+        names = _checked_names(columns)
         for files in self._in_order():
-            table = files.table(None if columns is None else list(columns))
+            table = files.table(None if columns is None else names)
             if table is not None:
-                yield known_columns(table).select(_names(columns)).replace_schema_metadata()
+                yield known_columns(table).select(names).replace_schema_metadata()
 
     def _in_order(self) -> list[Files]:
         orders: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
@@ -102,8 +102,8 @@ class Opened:
         Args:
             columns: The columns to read; all by default.
         """
-        tables = list(self.tables(columns))
-        return pa.concat_tables(tables) if tables else pa.schema(map(SCHEMA.field, _names(columns))).empty_table()
+        names, tables = _checked_names(columns), list(self.tables(columns))
+        return pa.concat_tables(tables) if tables else pa.schema(map(SCHEMA.field, names)).empty_table()
 
     def frame(self, columns: Sequence[str] | None = None) -> DataFrame:
         """The same table as a pandas data frame."""
@@ -162,11 +162,9 @@ def _spreadsheet(table: Any) -> Any:
     return table
 
 
-def _names(columns: Sequence[str] | None) -> list[str]:
+def _checked_names(columns: Sequence[str] | None) -> list[str]:
+    """The columns to read; all by default."""
+    unknown = next((name for name in columns or () if name not in SCHEMA.names), None)
+    if unknown is not None:
+        raise PatchlightError(f"rows have no column '{unknown}'; {nearest(unknown, SCHEMA.names)}")
     return list(SCHEMA.names if columns is None else columns)
-
-
-def _check_columns(columns: Sequence[str] | None) -> None:
-    for name in columns or ():
-        if name not in SCHEMA.names:
-            raise PatchlightError(f"rows have no column '{name}'; {nearest(name, SCHEMA.names)}")

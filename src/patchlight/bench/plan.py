@@ -118,7 +118,7 @@ class Unit:
         """For each image, the hash of everything that the method's value under the metric depends on."""
         common = f"{self.group.place} {self.group.made[pair]} "
         images = zip(self.images.names, self.images.contents, strict=True)
-        return [_short(f"{common}{content} {name}".encode()) for name, content in images]
+        return [hashlib.sha256(f"{common}{content} {name}".encode()).hexdigest()[:16] for name, content in images]
 
     @property
     def stop(self) -> int:
@@ -198,10 +198,6 @@ class Plan:
     def key(self) -> str:
         every = [[group.key for group in self.groups], self.images.names, self.images.contents]
         return json_digest(every)
-
-
-def _short(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 @cache

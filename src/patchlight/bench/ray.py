@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -26,7 +27,7 @@ import torch
 
 from patchlight import __version__
 from patchlight.bench.events import Listener
-from patchlight.bench.executors import Finished, WorkerDied, unit_to_dict, worker_job
+from patchlight.bench.executors import Finished, WorkerDied, worker_job
 from patchlight.bench.local import PAUSE, PreparedRun, RunOptions, Stop, Summary, prepare_run, work
 from patchlight.bench.plan import Unit, load_model, source_digest
 from patchlight.bench.recipe import Recipe
@@ -73,7 +74,7 @@ class Cluster:
         self.threads, self.gpus = torch.get_num_threads(), int(self.device == "cuda")
         # With max_calls=0, Ray keeps a GPU process, and its model, after a task
         self.task = ray.remote(num_cpus=self.threads, num_gpus=self.gpus, max_retries=0, max_calls=0)(task)
-        self.job = ray.put(worker_job(prepared.plan, prepared.resources, self.threads))
+        self.job = ray.put(worker_job(prepared.resources, self.threads))
         self.seen = time.monotonic()
         if not self.room():
             raise PatchlightError(self._no_room())
@@ -107,7 +108,7 @@ class Cluster:
             else:
                 outcome.set_result(answer.result()["finished"])
 
-        self.task.remote(self.job, unit_to_dict(unit), measured).future().add_done_callback(end)
+        self.task.remote(self.job, pickle.dumps(unit), measured).future().add_done_callback(end)
         return outcome
 
     def close(self) -> None:
@@ -253,7 +254,7 @@ def _tasks(resources: Mapping[str, float], threads: int, gpus: int) -> int:
 def _task(version: str, code: str) -> Callable[..., Any]:
     """The function that runs on the nodes. Ray sends an inner function by value, so it also runs without Patchlight."""
 
-    def unit(job: str = "", description: Any = None, measured: Any = None) -> dict[str, Any]:
+    def run_unit(job: str = "", unit: bytes = b"", measured: Any = None) -> dict[str, Any]:
         import platform
 
         host = platform.node()
@@ -277,9 +278,9 @@ def _task(version: str, code: str) -> Callable[..., Any]:
         if not job:
             return {"state": "ready", "host": host, "versions": versions()}
         try:
-            finished = execute(job, description, measured)
+            finished = execute(job, unit, measured)
         except (PatchlightError, MemoryError, OSError) as error:
             return {"state": "failed", "host": host, "why": " ".join(str(error).split()) or type(error).__name__}
         return {"state": "done", "host": host, "finished": finished}
 
-    return unit
+    return run_unit

@@ -130,26 +130,6 @@ def collect_results(tables: Iterable[Any], manifest: Manifest, notes: Collection
     return Results(images, columns, tuple(dict.fromkeys([*sorted(notes), *newer])))
 
 
-def collect_curves(tables: Iterable[Any], manifest: Manifest, model: str, method: str, metric: str) -> Tensor | None:
-    """The curves [B,P] of one method under one metric, NaN for an image without a curve; None if there are none."""
-    index = _PlanIndex(manifest.resolved, manifest.images.names)
-    curves: npt.NDArray[np.float32] | None = None
-    for table in tables:
-        index.learn(table)
-        facts = index.facts.get(metric)
-        if facts is None or facts.x is None:
-            continue
-        for name, label in (("model", model), ("method", method), ("metric", metric)):
-            table = table.filter(pc.equal(table[name], label))
-        if curves is None:
-            curves = np.full((index.shape[2], len(facts.x)), np.nan, dtype=np.float32)
-        image = index.place(table, "image")
-        rows = np.flatnonzero(image >= 0)
-        drawn, values = _listed(table["curve"].combine_chunks(), rows, len(facts.x))
-        curves[image[rows[drawn]]] = values
-    return None if curves is None else torch.from_numpy(curves)
-
-
 def _by_model(table: Any) -> Iterator[tuple[str, Any]]:
     """The rows of each model; most tables have one."""
     labels = pc.unique(table["model"]).to_pylist()

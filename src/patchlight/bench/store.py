@@ -13,6 +13,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -22,11 +23,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.compute as pc
+import torch
 from torch import Tensor
 
 from patchlight.bench.manifest import Manifest, read_manifest
 from patchlight.bench.plan import WHOLE, Plan, Shard, Unit
-from patchlight.bench.results import Results, collect_curves, collect_results, sum_counts, word_counts
+from patchlight.bench.results import Results, collect_results, sum_counts, word_counts
 from patchlight.bench.rows import (
     KnownValue,
     KnownValues,
@@ -320,8 +323,18 @@ class Store:
 
     def curves(self, model: str, method: str, metric: str) -> Tensor | None:
         """The curves [B,P] of all images, NaN for an image without a curve; None if the metric has no curves."""
-        tables = self.tables(["model", "image", "method", "metric", "curve"])
-        return collect_curves(tables, self.manifest(), model, method, metric)
+        names = self.manifest().images.names
+        chosen = (pc.field("model") == model) & (pc.field("method") == method) & (pc.field("metric") == metric)
+        drawn: dict[str, Any] = {}
+        points = None
+        for table in self.tables(["model", "image", "method", "metric", "curve"]):
+            facts = facts_of(table).get(metric)
+            points = points if facts is None or facts.x is None else len(facts.x)
+            rows = table.filter(chosen).to_pydict()
+            drawn |= {image: curve for image, curve in zip(rows["image"], rows["curve"], strict=True) if curve}
+        if points is None:
+            return None
+        return torch.tensor([drawn.get(name, [math.nan] * points) for name in names], dtype=torch.float32)
 
 
 def known_values(table: Any, maps: Maps, cells: Collection[str] | None = None) -> KnownValues:
