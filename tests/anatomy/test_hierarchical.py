@@ -20,6 +20,7 @@ from patchlight.evidence.rules import RULES
 from patchlight.evidence.runner import LayerJob
 from patchlight.methods.maps import compute
 from patchlight.methods.requests import resolve
+from tests import tiny_models
 from tests.completeness import totals
 from tests.families import CLASSES, FAMILIES, HIERARCHICAL, images, randomise, shared
 
@@ -191,3 +192,22 @@ def test_a_neuron_of_any_stage(name: str) -> None:
             assert pl.explain(asked, batch, method, target=1).grid == vit.grid
         with pytest.raises(pl.PatchlightError, match=f"have 0 to {width - 1}"):
             vit.ask(pl.heads.Neurons(block=block, channels=[width]))
+
+
+def test_a_token_that_joins_the_patches_later_has_no_place_in_the_map() -> None:
+    """PVT's last block has a CLS token and four patches, each merged from 2 x 2 of the first block's."""
+    vit, batch = tiny_models.opened("PVT"), tiny_models.inputs("PVT")
+    with vit.settled(), vit.steady():
+        first = vit.embed(batch).detach().requires_grad_()
+        last = vit.merge(1, vit.block(0, first))
+        logit = vit.readout(vit.block(1, last))[:, 3].sum()
+        values = [(x * g).sum(2) for x, g in zip((first, last), torch.autograd.grad(logit, (first, last)), strict=True)]
+    shares = values[1][:, 1:].view(2, 2, 2) / 4
+    expected = values[0].view(2, 4, 4) + shares.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    torch.testing.assert_close(pl.explain(vit, batch, "cat", target=3).scores, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["PVT", "CvT"])
+def test_the_default_method_works_where_a_token_joins_later(name: str) -> None:
+    vit = tiny_models.opened(name)
+    assert pl.explain(vit, tiny_models.inputs(name)).scores.shape == (2, *vit.grid)
