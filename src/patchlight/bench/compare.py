@@ -16,8 +16,9 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.results import Results
 from patchlight.bench.statistics import Gap, paired_gaps
 from patchlight.bench.store import Store
-from patchlight.bench.tables import csv_text, format_gap, format_value, markdown_table
+from patchlight.bench.tables import format_gap, format_value, markdown_table
 from patchlight.core.errors import PatchlightError
+from patchlight.core.files import csv_text
 from patchlight.core.statistics import Resamples
 from patchlight.core.text import plural
 from patchlight.metrics.base import Evaluation

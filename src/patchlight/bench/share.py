@@ -31,9 +31,9 @@ from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import FORMAT, SCHEMA, Maps, joined_maps, known_columns, map_bytes, parquet
 from patchlight.bench.slurm import render_text
 from patchlight.bench.store import Files, Store
-from patchlight.bench.tables import csv_text, markdown_table
+from patchlight.bench.tables import markdown_table
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import check_writable, write_atomic
+from patchlight.core.files import check_writable, csv_text, write_atomic
 from patchlight.core.fingerprints import json_digest
 from patchlight.core.progress import Progress, show_progress
 

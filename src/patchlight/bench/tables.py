@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
@@ -18,7 +15,7 @@ from patchlight.bench.rows import TIMING
 from patchlight.bench.statistics import SIGNS, Gap, Ranks, TableCell, method_gaps, rank_methods, table_cells
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import csv_cell
+from patchlight.core.files import csv_text
 from patchlight.core.statistics import FEWEST, Mark
 from patchlight.core.text import plural
 from patchlight.study.spec import MetricSpec
@@ -215,19 +212,6 @@ def format_gap(gap: Gap, metric: MetricSpec) -> str:
     low, high = format_value(gap.low, metric), format_value(gap.high, metric)
     interval = "" if math.isnan(gap.low) else f" [{low}, {high}]"
     return f"{format_value(gap.difference, metric, '+')}{interval}{SIGNS[gap.standing]}"
-
-
-def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV. NaN becomes empty, and text that a spreadsheet would run as a formula is escaped."""
-
-    def plain(value: Any) -> Any:
-        return "" if value is None or (isinstance(value, float) and math.isnan(value)) else csv_cell(value)
-
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(map(plain, row) for row in rows)
-    return out.getvalue()
 
 
 def as_csv(run: RunTables) -> str:

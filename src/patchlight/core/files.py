@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,15 @@ def csv_cell(value: Any) -> Any:
     ("'=1+1", -1.5)
     """
     return f"'{value}" if isinstance(value, str) and re.match(FORMULA, value) else value
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]], end: str = "\n") -> str:
+    """Rows as CSV with lines that `end` like this; None and NaN become empty, and text is escaped by `csv_cell`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator=end)
+    writer.writerow(head)
+    writer.writerows(["" if v is None or v != v else csv_cell(v) for v in row] for row in rows)
+    return out.getvalue()
 
 
 def check_writable(path: str | Path) -> None:

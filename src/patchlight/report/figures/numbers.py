@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.files import csv_cell, finite_or_none, write_atomic
+from patchlight.core.files import csv_text, finite_or_none, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,8 +96,5 @@ def write_numbers(figure: Figure, path: str | Path) -> Path:
     rows = [finite_or_none(asdict(number)) for number in numbers_of(figure)]
     if Path(path).suffix.lower() == ".json":
         return write_atomic(path, (json.dumps(rows, indent=1, ensure_ascii=False) + "\n").encode())
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([f.name for f in fields(FigureNumber)])
-    writer.writerows([["" if value is None else csv_cell(value) for value in row.values()] for row in rows])
-    return write_atomic(path, out.getvalue().encode())
+    head = [f.name for f in fields(FigureNumber)]
+    return write_atomic(path, csv_text(head, (row.values() for row in rows)).encode())
