@@ -180,16 +180,8 @@ class Attribution:
         rows = range(len(self))[images]
         per_image = max(len(self.labels) // max(len(self), 1), 1)
         pick = images if rows.step > 0 else list(rows)  # torch has no slices with a negative step
-
-        def part(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[pick]
-
-        return replace(
-            self,
-            scores=self.scores[pick],
-            target=self.target[pick],
-            against=part(self.against),
-            error=part(self.error),
+        return self._select(
+            pick,
             labels=tuple(name for i in rows for name in self.labels[i * per_image : (i + 1) * per_image]),
             against_labels=self.against_labels[images],
             images=self.images[images],
@@ -212,19 +204,13 @@ class Attribution:
             raise PatchlightError(f"no map explains '{name}'; there are maps of {names}")
         if not self.several:
             return self
-        images, at = torch.arange(len(self)), torch.tensor([row.index(name) for row in rows])
+        places = torch.arange(len(self)), torch.tensor([row.index(name) for row in rows])
+        return self._select(places, labels=(name,) * len(self))
 
-        def part(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[images, at]
-
-        return replace(
-            self,
-            scores=self.scores[images, at],
-            target=self.target[images, at],
-            against=part(self.against),
-            error=part(self.error),
-            labels=(name,) * len(self),
-        )
+    def _select(self, maps: Any, **changes: Any) -> Attribution:
+        """The maps at these indices of `scores`, with their classes and errors, and other changes of fields."""
+        tensors = {key: getattr(self, key) for key in ("scores", "target", "against", "error")}
+        return replace(self, **{key: own[maps] for key, own in tensors.items() if own is not None}, **changes)
 
     def _place(self, index: int) -> int:
         """The position of an image, counted from the end if negative."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.images import SUFFIXES, Preprocess, open_image, to_batch
-from patchlight.core.registry import Entry, Registry
+from patchlight.core.registry import Entry, Registry, make_decorator
 
 T = TypeVar("T")
 SLACK = 1.0
@@ -150,6 +150,13 @@ class Batch:
     masks: Tensor | None
     failures: list[tuple[str, str]]
 
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The samples with these indices."""
+        labels, masks = (None if values is None else values[rows] for values in (self.labels, self.masks))
+        boxes = None if self.boxes is None else [self.boxes[i] for i in rows]
+        names = [self.names[i] for i in rows]
+        return replace(self, names=names, images=self.images[rows], labels=labels, boxes=boxes, masks=masks)
+
 
 def _read_files(
     sources: Callable[[str], Sources], annotate: Callable[[Sample, Sources], Sample] | None, name: str
@@ -249,14 +256,7 @@ def labelled(batch: Batch) -> Batch:
     if len(rows) == len(batch.names):
         return batch
     without = [(name, f"'{name}' has no label") for i, name in enumerate(batch.names) if i not in rows]
-    return Batch(
-        [batch.names[i] for i in rows],
-        batch.images[rows],
-        None if batch.labels is None else batch.labels[rows],
-        None if batch.boxes is None else [batch.boxes[i] for i in rows],
-        None if batch.masks is None else batch.masks[rows],
-        [*batch.failures, *without],
-    )
+    return replace(batch.select(rows), failures=[*batch.failures, *without])
 
 
 def largest_region(regions: Tensor, name: str) -> tuple[Tensor, int]:
@@ -476,24 +476,4 @@ KINDS: Registry[Kind] = Registry(
         for room in ("cifar", "files", "ground_truth", "imagenet", "mosaic", "mura", "segmentation")
     ],
 )
-Opener = TypeVar("Opener", bound=Callable[..., Any])
-
-
-def register_data(name: str, *, aliases: tuple[str, ...] = (), made_up: bool = False) -> Callable[[Opener], Opener]:
-    """Register a kind of data set: a function of a path whose typed keyword arguments are its options.
-
-    Args:
-        name: The name of the kind.
-        aliases: Other names.
-        made_up: Whether the data are generated and need no path.
-
-    Example:
-        >>> @pl.register_data("slides")                                                         # doctest: +SKIP
-        ... def open_slides(path: str | Path, split: str = "test") -> Data: ...
-    """
-
-    def register(function: Opener) -> Opener:
-        KINDS.add(Kind(name, function, aliases=aliases, made_up=made_up))
-        return function
-
-    return register
+register_data = make_decorator(KINDS, Kind)

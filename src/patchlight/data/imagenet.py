@@ -67,7 +67,7 @@ def open_imagenet(path: str | Path, labels: str | Path | None = None, boxes: str
     notes = _read_notes(box_file, images) if box_file is not None and box_file.is_file() else None
     if labels is not None:
         words = _labels(_read_notes(Path(labels), images))
-    elif all(_is_synset(p.parent.name) for p in paths):
+    elif all(re.fullmatch(r"n\d{8}", p.parent.name) for p in paths):
         words = {name: p.parent.name for name, p in images.items()}
     elif notes is not None:
         words = _labels(notes)
@@ -214,10 +214,6 @@ def _devkit_synsets(path: Path) -> dict[int, str]:
         f"'{path}' has the class numbers of the development kit, not those of models; put the kit's meta.mat or "
         "map_clsloc.txt beside it, or give labels by synset"
     )
-
-
-def _is_synset(word: str) -> bool:
-    return re.fullmatch(r"n\d{8}", word) is not None
 
 
 def _class_index(word: str, name: str, synsets: Mapping[str, int]) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +17,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import seen
 from patchlight.core.errors import NotFinite, PatchlightError, escape_surrogates, nearest
-from patchlight.core.files import csv_cell
+from patchlight.core.files import csv_text
 from patchlight.core.fingerprints import hash_images
 from patchlight.core.images import open_image
 from patchlight.core.statistics import constant
@@ -202,15 +200,13 @@ class MeasuredFiles:
 
     def to_csv(self) -> str:
         """A line for each image, method and metric."""
-        text = io.StringIO()
-        lines = csv.writer(text)
-        lines.writerow(["image", "method", "metric", "value", "reason"])
-        for method, by_metric in self.evaluations.items():
-            for metric, each in by_metric.items():
-                for name, value, reason in zip(self.names[method], each.values.tolist(), each.reasons, strict=True):
-                    row = (name, method, metric, "" if value != value else value, reason)
-                    lines.writerow(map(csv_cell, row))
-        return text.getvalue()
+        rows = (
+            (name, method, metric, value, reason)
+            for method, by_metric in self.evaluations.items()
+            for metric, each in by_metric.items()
+            for name, value, reason in zip(self.names[method], each.values.tolist(), each.reasons, strict=True)
+        )
+        return csv_text(["image", "method", "metric", "value", "reason"], rows, end="\r\n")
 
 
 def _interval(evaluation: Evaluation) -> list[float | None] | None:
@@ -367,15 +363,16 @@ def _measure(
     classes = task.classes(vit, batch)
     for indices, by_method in groups.items():
         rows = list(indices)
+        part = batch.select(rows)
         measured |= evaluate(
             vit,
-            batch.images[rows],
+            part.images,
             by_method,
             task.metrics,
             classes[rows] if isinstance(classes, Tensor) else classes,
-            labels=None if batch.labels is None else batch.labels[rows],
-            boxes=None if batch.boxes is None else [batch.boxes[i] for i in rows],
-            masks=None if batch.masks is None else batch.masks[rows],
+            labels=part.labels,
+            boxes=part.boxes,
+            masks=part.masks,
             seed=task.seed,
             batch_size=task.batch_size,
             current=task.saved is None,
