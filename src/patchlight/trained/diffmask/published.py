@@ -85,13 +85,13 @@ def _gates(checkpoint: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor
     """The state of `Gates` from a checkpoint, after a check of all names and shapes."""
     count = vit.depth + 2
     shapes = layout(count, vit.width)
-    here = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in checkpoint.shapes)
+    gates = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in checkpoint.shapes)
     missing = [name for name in shapes if name not in checkpoint.shapes]
-    if missing or here != count:
-        have = f"it has {here} gates" if here else "it has no gates"
+    if missing or gates != count:
+        have = f"it has {gates} gates" if gates else "it has no gates"
         raise PatchlightError(
             f"'{path}' does not fit {vit.name}, which needs {count} gates of width {vit.width}: {have}"
-            + (f", and '{missing[0]}' is missing" if missing and here else "")
+            + (f", and '{missing[0]}' is missing" if missing and gates else "")
         )
     for name, (_, _, shape) in shapes.items():
         stored = list(checkpoint.shapes[name])
@@ -113,7 +113,7 @@ def _read_safetensors(path: Path) -> Checkpoint:
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            said = (file.metadata() or {}).get("mul_activation")
+            scale = (file.metadata() or {}).get("mul_activation")
     except SafetensorError as error:
         raise PatchlightError(f"'{path}' is damaged: {str(error).splitlines()[0]}") from error
 
@@ -122,7 +122,7 @@ def _read_safetensors(path: Path) -> Checkpoint:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    return Checkpoint(shapes, read, _number(said), _multipliers(shapes, read))
+    return Checkpoint(shapes, read, _number(scale), _multipliers(shapes, read))
 
 
 def _number(value: Any) -> float | None:
@@ -169,11 +169,11 @@ def _read_zip(path: Path) -> Checkpoint:
         ) from error
     if not isinstance(content, dict):
         raise PatchlightError(f"'{path}' does not contain a state_dict")
-    state, said = content.get("state_dict", content), content.get("hyper_parameters")
+    state, settings = content.get("state_dict", content), content.get("hyper_parameters")
     items = state.items() if isinstance(state, dict) else ()
     tensors = {k: v for k, v in items if isinstance(v, Tensor) and v.is_floating_point() and v.layout == torch.strided}
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    alpha = _number(said.get("mul_activation")) if isinstance(said, dict) else None
+    alpha = _number(settings.get("mul_activation")) if isinstance(settings, dict) else None
     return Checkpoint(shapes, tensors.__getitem__, alpha, _multipliers(shapes, tensors.__getitem__))
 
 
