@@ -196,7 +196,7 @@ def test_words_of_an_answer() -> None:
         assert (one["target"], one["inside"]) == (said["index"], None)
         weak = [i for i, gain in enumerate(gains) if gain <= 0.5]
         for i in weak[:1]:
-            assert "adds almost nothing" in post(client, "predict", 400, image="cat", head=head, target=i)["error"]
+            assert "has almost no effect" in post(client, "predict", 400, image="cat", head=head, target=i)["error"]
             post(client, "predict", image="cat", head={**head, "force": True}, target=i)
         assert "Hiding" in post(client, "hide", image="cat", head=head)["words"]
     service.close()

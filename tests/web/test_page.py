@@ -972,6 +972,31 @@ def test_a_detector_is_asked(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.page
+def test_a_segmenter_is_asked(browser: Browser) -> None:
+    """A region is clicked, then a box is drawn for a label; the maps and the link follow."""
+    pytest.importorskip("transformers")
+    from patchlight.zoo.shapes import SCENES
+
+    with beside(ModelService(pl.load("pocket-segmenter"))) as url, visiting(browser, url) as visit:
+        visit.open("/#methods=genatt")
+        visit.get("file").set_input_files(SCENES / "scene-2.png")
+        ready(visit, "genatt")
+        first = pixels(visit.get("map"))
+        drag(visit, (50.5 / 96, 44.5 / 96))  # the square
+        until(visit, lambda: pixels(visit.get("map")) != first, "another map")
+        expect(visit.page.locator("#why-title")).to_contain_text("square")
+        expect(visit.get("inside-share")).to_contain_text("inside the region")
+        assert json.loads(asked(visit)["head"]) == {"kind": "region", "point": [50, 44], "predicted": True}
+        visit.get("ask-label").select_option("square")
+        drag(visit, (35.5 / 96, 29.5 / 96), (0.5, 0.5), (64.2 / 96, 58.2 / 96))
+        until(visit, lambda: "box" in json.loads(asked(visit)["head"]), "another question")
+        expect(visit.get("large")).to_have_attribute("data-state", "done")
+        assert json.loads(asked(visit)["head"])["label"] == "square"
+        assert serious(visit.page) == []
+        visit.well()
+
+
+@pytest.mark.page
 def test_a_model_that_answers_is_asked(browser: Browser, tmp_path: Path) -> None:
     """A prompt is typed, a word of the answer is clicked, and the link brings both back."""
     pytest.importorskip("transformers")
@@ -986,7 +1011,7 @@ def test_a_model_that_answers_is_asked(browser: Browser, tmp_path: Path) -> None
         words = visit.get("word")
         expect(words).to_have_text(["the", "star", "is", "black"])
         expect(words.nth(3)).to_have_attribute("aria-pressed", "true")
-        expect(words.nth(1)).to_have_attribute("aria-label", re.compile("the image adds almost nothing"))
+        expect(words.nth(1)).to_have_attribute("aria-label", re.compile("the image has almost no effect"))
         title = visit.page.locator("#why-title")
         expect(title).to_have_text("Why “black”?")
         expect(visit.get("large")).to_have_attribute("data-state", "done")

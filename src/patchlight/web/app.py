@@ -120,7 +120,7 @@ async def predict(service: Service, body: schemas.PredictRequest) -> schemas.Pre
 
 @routes.post(
     "/choices",
-    summary="What can be asked of a model that is no classifier",
+    summary="What can be explained in an image, for models that are not classifiers",
 )
 async def choices(service: Service, body: schemas.AskedQuestion) -> schemas.ChoicesResult:
     return await service.quick.run(lambda: asking.choices(service, body))
@@ -169,7 +169,7 @@ async def _begin(job_input: JobInput[Any], kind: schemas.Kind, work: Work, respo
     if job_input.request.wait:
         try:
             await asyncio.wait([job.done], timeout=job_input.request.wait)
-        except asyncio.CancelledError:  # the client has left without the job's id
+        except asyncio.CancelledError:  # the client disconnected before it received the job's id
             await job.cancel()
             raise
     response.status_code = 200 if job.over is not None else 202

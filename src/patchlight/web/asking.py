@@ -1,4 +1,4 @@
-"""Questions of clients about the output of a model: what can be asked about an image, and where a question looks."""
+"""Questions about the output of a model that is not a classifier: what can be explained, and the current region."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from patchlight.web.service import ModelService, ResolvedQuestion
 
 PROMPT = "What is in the image?"
-"""What a vision-language model is asked if a client asks nothing."""
+"""The default prompt of a vision-language model."""
 SURE, FEW, MOST = 0.3, 3, 50
-"""Detections with at least this score are listed; if there are fewer than FEW, the surest ones are; never more than
-MOST."""
+"""Detections with a score of at least SURE are listed, but at least the FEW highest and at most MOST."""
 SMALLEST = 0.005
-"""The least share of the picture of a region that is listed."""
+"""Smallest share of the image of a region that is listed."""
 FINEST = 128
-"""The most rows and columns of the region that a client draws."""
+"""Maximum number of rows and columns of the region that a client draws."""
 Frame = tuple[float, float, float, float]
 
 
@@ -44,7 +43,7 @@ def question_of(request: schemas.HeadRequest) -> heads.Question:
 
 
 def with_default_question(vit: Anatomy) -> Anatomy:
-    """The model with the question that is asked if a client gives none; a classifier as it is."""
+    """Return the model with its default question; a classifier is returned unchanged."""
     if not vit.task or vit.head is not None:
         return vit
     answers = vit.task == "answers"
@@ -52,17 +51,17 @@ def with_default_question(vit: Anatomy) -> Anatomy:
 
 
 def check_word(vit: Anatomy, index: int) -> None:
-    """Refuse a word of an answer that the image adds almost nothing to."""
+    """Refuse a word of an answer with almost no gain from the image."""
     question = vit.question
     if isinstance(question, heads.Answer) and question.words and not question.words[index].gain > VISUAL:
         raise PatchlightError(
-            f"The image adds almost nothing to '{vit.label(index)}' (gain {question.words[index].gain:.2g} nats), so a "
-            "map would not explain it; give force to see it anyway."
+            f"The image has almost no effect on '{vit.label(index)}' (gain {question.words[index].gain:.2g} nats), so "
+            "a map would not explain the word. Set force to compute it anyway."
         )
 
 
 def default_index(vit: Anatomy, logits: Tensor) -> int:
-    """What is explained by default: the predicted class, the first label of a question, or its most visual word."""
+    """The default target: the predicted class, the first label of a question, or the word with the largest gain."""
     words = getattr(vit.question, "words", ())
     if words:
         return max(range(len(words)), key=lambda i: words[i].gain)
@@ -73,12 +72,12 @@ def default_index(vit: Anatomy, logits: Tensor) -> int:
 
 
 def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.ChoicesResult:
-    """What can be asked about an image, and where its current question looks."""
+    """List what can be explained in an image, and the box or region of the current question."""
     image = service.images.find(request.image)
     bare: Any = service.vit.bare or service.vit
     result = schemas.ChoicesResult(frame=frame_of(bare, image.size))
     if bare.task == "detection":
-        detections = bare.found(bare.plain(image.tensor), image.size)[:MOST]
+        detections = bare.detections_of(bare.plain(image.tensor), image.size)[:MOST]
         result.detections = [
             schemas.DetectionChoice(index=i, box=each.box, label=each.label, score=each.score)
             for i, each in enumerate(detections)
@@ -108,7 +107,7 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
 
 
 def areas_of(classes: Any, names: Sequence[str], frame: Frame) -> list[schemas.AreaChoice]:
-    """The connected regions of predicted classes [h,w], the largest first; the smallest are left out."""
+    """The connected regions of predicted classes [h,w], sorted by size, without the smallest ones."""
     from scipy import ndimage
 
     left, top, right, bottom = frame
@@ -116,7 +115,7 @@ def areas_of(classes: Any, names: Sequence[str], frame: Frame) -> list[schemas.A
     for number in np.unique(classes).tolist():
         parts, count = ndimage.label(classes == number)
         for part in range(1, count + 1):
-            inside = np.pad(parts == part, 1)  # the pixel that is deepest inside of it
+            inside = np.pad(parts == part, 1)  # below: the pixel farthest from the border
             row, column = np.unravel_index(ndimage.distance_transform_edt(inside).argmax(), inside.shape)
             x = left + (float(column) - 0.5) / classes.shape[1] * (right - left)
             y = top + (float(row) - 0.5) / classes.shape[0] * (bottom - top)
@@ -135,7 +134,7 @@ def frame_of(vit: Anatomy, size: tuple[int, int]) -> Frame:
 
 
 def share_inside(question: ResolvedQuestion, att: Attribution) -> float | None:
-    """The share of the positive scores of a map that lies in the box or region of its question; None without one."""
+    """The share of a map's positive scores inside the box or region of its question; None if it has no region."""
     head = question.vit.question
     if head is None or not head.regions:
         return None

@@ -26,7 +26,7 @@ CSP = (
 
 
 def has_left(error: Exception) -> bool:
-    """Whether an error only says that a listener has left: FastAPI cannot send it an event of a job any more."""
+    """Whether an error only reports that a listener of a job's events has disconnected."""
     return isinstance(error, ExceptionGroup) and error.split(anyio.BrokenResourceError)[1] is None
 
 
@@ -165,7 +165,7 @@ def _too_large(limit: int) -> Refused:
 
 
 async def _cancel_when_left(scope: anyio.CancelScope, receive: Receive) -> None:
-    """Cancel the work of a request whose client has left. Behind the body, only a disconnect arrives."""
+    """Cancel the work of a request whose client has disconnected, the only message after the body."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()

@@ -11,7 +11,7 @@ from patchlight.evidence.fills import Painted
 
 MOST_METHODS, MOST_VARIANTS, MOST_TEXTS, MOST_PREDICTIONS, MOST_PATCHES = 16, 64, 64, 1000, 65_536
 MOST_PIXELS = 40_000_000
-"""Largest number of pixels of an upload, and so the largest coordinate."""
+"""Maximum number of pixels of an upload, and so the largest coordinate."""
 NAME = r"^[A-Za-z0-9_.+-]{1,100}$"
 
 
@@ -60,45 +60,45 @@ Point = Annotated[tuple[Pixel, Pixel], Field(description="A pixel of the photogr
 
 
 class HeadRequest(StrictModel):
-    """A question about the output of a model: one of `pl.heads`, with the same fields."""
+    """A question about the output of a model: one of `pl.heads`, with the same arguments."""
 
     model_config = ConfigDict(frozen=True)
 
 
 class BoxRequest(HeadRequest):
-    """Why a detection, why this label in a box, or why an object was missed there."""
+    """Explain a detection, a label in a box, or why an object was missed in a box."""
 
     kind: Literal["box"]
-    detection: Annotated[Index | None, Field(description="The number of a detection, the surest first.")] = None
+    detection: Annotated[Index | None, Field(description="The index of a detection, sorted by score.")] = None
     box: Corners | None = None
     label: Text | None = None
     missed: bool = False
 
 
 class RegionRequest(HeadRequest):
-    """Why this class in a box, or in the predicted region around a point."""
+    """Explain a class in a box, or in the predicted region around a point."""
 
     kind: Literal["region"]
     box: Corners | None = None
     point: Point | None = None
-    predicted: bool = Field(False, description="Whether the point stands for the predicted region around it.")
+    predicted: bool = Field(False, description="Whether to explain the predicted region around the point.")
     label: Text | None = None
 
 
 class MaskRequest(HeadRequest):
-    """What makes the mask at a point stay."""
+    """Explain the mask at a point."""
 
     kind: Literal["mask"]
     points: Point | None = None
 
 
 class AnswerRequest(HeadRequest):
-    """Why a word of the answer to a prompt; the target is the number of the word."""
+    """Explain a word of the answer to a prompt; the target is the index of the word."""
 
     kind: Literal["answer"]
     prompt: Prompt
-    answer: Annotated[Prompt | None, Field(description="The answer to explain; null: what the model says.")] = None
-    force: bool = Field(False, description="Whether to explain a word that the image adds nothing to.")
+    answer: Annotated[Prompt | None, Field(description="The answer to explain; null: the generated one.")] = None
+    force: bool = Field(False, description="Whether to explain a word without a gain from the image.")
 
 
 Heads = BoxRequest | RegionRequest | MaskRequest | AnswerRequest
@@ -109,7 +109,7 @@ class AskedQuestion(StrictModel):
 
     image: ImageId
     head: Annotated[Heads, Field(discriminator="kind")] | None = Field(
-        None, description="For models that are no classifiers: the question; null: their default question."
+        None, description="For models that are not classifiers: the question; null: the default question."
     )
     target: Index | None = Field(None, description="The class to explain; null: the predicted class.")
     against: Index | None = Field(None, description="The class to contrast it with.")
@@ -217,7 +217,7 @@ class AreaChoice(BaseModel):
 
 
 class WordChoice(BaseModel):
-    """A word of an answer, and how much its log-probability falls without the image."""
+    """A word of an answer, and the drop of its log-probability without the image."""
 
     word: str
     probability: Number
@@ -225,7 +225,7 @@ class WordChoice(BaseModel):
 
 
 class ChoicesResult(BaseModel):
-    """What can be asked about an image, and where its current question looks."""
+    """What can be explained in an image, and the box or region of the current question."""
 
     frame: Annotated[
         tuple[float, float, float, float],
@@ -235,10 +235,10 @@ class ChoicesResult(BaseModel):
     areas: list[AreaChoice] = []
     boxes: Annotated[list[Corners], Field(description="The boxes of the question.")] = []
     mask: Annotated[
-        list[list[Number]], Field(description="The region of the question in the frame: rows of shares from 0 to 1.")
+        list[list[Number]], Field(description="The region of the question in the frame: rows of values from 0 to 1.")
     ] = []
     words: list[WordChoice] = []
-    index: Annotated[int, Field(description="What is explained if the question has no target.")] = 0
+    index: Annotated[int, Field(description="The default target of the question.")] = 0
     answer: str = ""
     prompt: str = ""
 
@@ -389,7 +389,7 @@ class ModelFacts(BaseModel):
     labels: list[str]
     quantity: Quantity
     task: str = Field(description="'detection', 'segmentation', …; empty for classifiers.")
-    class_names: list[str] = Field(description="The classes that a question can name; empty for classifiers.")
+    class_names: list[str] = Field(description="The class names that a question can use; empty for classifiers.")
     takes_texts: bool
     texts: list[str] = Field(description="The sentences that are its classes, if they share one template.")
     template: str

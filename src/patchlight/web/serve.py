@@ -27,7 +27,7 @@ HEAD_SECONDS, READ_SECONDS, MOST_CONNECTIONS = 10.0, 30.0, 256
 
 
 class TimeLimitedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits: clients that never finish a head, or never read an answer, are disconnected.
+    """HTTP/1.1 with time limits: clients that do not complete a header, or do not read a response, are disconnected.
 
     Errors of uvicorn itself are JSON, like all others.
     """
@@ -41,7 +41,7 @@ class TimeLimitedProtocol(H11Protocol):
         self._expect_head(HEAD_SECONDS)
 
     async def _refuse(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request on a connection beyond the largest number, instead of the application."""
+        """Answer a request on a connection over the limit, instead of the application."""
         words = f"{MOST_CONNECTIONS} connections are open; try again in a moment."
         headers = {"retry-after": "1", "connection": "close", "x-content-type-options": "nosniff"}
         await JSONResponse({"error": words}, 503, headers)(scope, receive, send)

@@ -226,7 +226,7 @@ class ModelService:
         return ResolvedQuestion(vit, image, targets, logits, (image.id, asked, index, question.against))
 
     def _asked_of(self, question: schemas.AskedQuestion, image: StoredImage) -> tuple[Anatomy, Hashable]:
-        """The model with the question of a request, and what identifies the question in the caches."""
+        """Return the model with the question of a request, and the key of the question in the caches."""
         if question.texts is not None and question.head is not None:
             raise PatchlightError("Give texts or head, not both.")
         if question.texts is not None:
@@ -243,10 +243,10 @@ class ModelService:
     def _prepared_for(self, image: StoredImage, head: schemas.HeadRequest | None) -> Anatomy:
         """The model with a question about its output, prepared for an image."""
         vit = self.vit if head is None else self.vit.ask(question_of(head))
-        with self._preparing:  # an anatomy's own cache is not made for threads
+        with self._preparing:  # the cache of an anatomy is not thread-safe
             prepared = vit.prepared(image.tensor, image.size)
         if prepared.outcomes == 0:
-            raise PatchlightError(f"The answer of {vit.name} has no words; ask something else.")
+            raise PatchlightError(f"The answer of {vit.name} has no words; change the prompt.")
         return prepared
 
     @cachedmethod(lambda self: self._models, lock=lambda self: self.lock)

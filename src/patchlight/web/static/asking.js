@@ -1,30 +1,30 @@
-/** What can be asked of a model that is no classifier: detections, boxes that are drawn by hand, regions, words of an answer. */
+/** Questions for models that are not classifiers: detections, boxes drawn by hand, regions, and words of an answer. */
 import { post } from "./api.js";
 import { $, h, onFrame, say, trouble } from "./dom.js";
 import { photo } from "./picture.js";
 import { facts, label, on, set, state } from "./state.js";
 
-/** Pixels of the screen that a drag must be long; a shorter one is a click. */
+/** Minimum length of a drag in screen pixels; a shorter one is a click. */
 const DRAG = 6;
-/** The gain in nats of a word with the deepest shade. */
+/** The gain in nats of a word with the darkest shade. */
 const DEEPEST = 4;
-const WORDS = { detection: "The model detects", segmentation: "The model sees", answers: "The model answers", depth: "The model measures depth", masks: "The model masks" };
+const WORDS = { detection: "Detections", segmentation: "Predicted regions", answers: "Answer", depth: "Depth", masks: "Mask" };
 
-/** The last answer of the server, and the image that it is about. */
+/** The last response of the server, and the image that it belongs to. */
 let choices = null, about = null;
-/** The box under the pointer, in shares of the picture; null if none is being drawn. */
+/** The box that the user is drawing, in fractions of the image; null if there is none. */
 let draft = null;
 
-/** Whether questions of this model are asked by drawing on the photograph. */
+/** Whether the user selects questions for this model by drawing on the photograph. */
 const drawable = () => ["detection", "segmentation", "depth", "masks"].includes(facts.model?.task);
 
-/** Whether a drag over the photograph draws a box. */
+/** Whether dragging over the photograph draws a box. */
 export const drawing = () => drawable() && $("mode-ask").checked;
 
-/** Ask another question about the output of the model. */
+/** Select another question about the model's output. */
 const ask = (head) => set({ head, target: null, against: null });
 
-/** The question of the maps in words. */
+/** The question that the maps answer, in words. */
 export function title(index) {
   const { head } = state, name = label(index).replace(/ [\d.]+ at [-\d ]+$/, "");
   if (facts.model.task === "answers") return `Why “${name}”?`;
@@ -32,7 +32,7 @@ export function title(index) {
   return head?.box ? `Why “${name}” here?` : `Why this “${name}”?`;
 }
 
-/** The share of the positive scores of a map inside of the box or the region, in words. */
+/** The share of a map's positive scores inside the box or region, in words. */
 export const insideWords = (map) => (typeof map?.inside === "number" ? `${Math.round(100 * map.inside)} % inside` : "");
 
 async function look() {
@@ -54,19 +54,19 @@ async function look() {
   draw();
 }
 
-/** A box in pixels of the photograph as shares of the picture: [left, top, right, bottom]. */
+/** Convert a box from pixels of the photograph to fractions of the image: [left, top, right, bottom]. */
 function shares(box) {
   const [left, top, right, bottom] = choices.frame;
   return box.map((side, i) => (i % 2 ? (side - top) / (bottom - top) : (side - left) / (right - left)));
 }
 
-/** A place in shares of the picture in whole pixels of the photograph. */
+/** Convert a position from fractions of the image to integer pixels of the photograph. */
 function pixels(x, y, whole = Math.round) {
   const [left, top, right, bottom] = choices.frame;
   return [left + x * (right - left), top + y * (bottom - top)].map((at) => Math.max(0, whole(at)));
 }
 
-/** A box over a picture, with its name. */
+/** A box over an image, with its name. */
 function mark([left, top, right, bottom], kind, name) {
   const element = h("span", { class: `box ${kind}`, "data-testid": `box-${kind}` }, name && h("span", { class: "box-name" }, name));
   const clip = (share) => `${100 * Math.min(1, Math.max(0, share))}%`;
@@ -74,7 +74,7 @@ function mark([left, top, right, bottom], kind, name) {
   return element;
 }
 
-/** Draw the region of the question as a tint: everything outside of it is darker. */
+/** Draw the region of the question: everything outside it is darker. */
 function drawMask(canvas) {
   const rows = choices?.mask ?? [];
   canvas.hidden = !rows.length;
@@ -85,7 +85,7 @@ function drawMask(canvas) {
   canvas.getContext("2d").putImageData(tint, 0, 0);
 }
 
-/** What the head of a request says about a choice: whether it is the current question. */
+/** Whether a choice is the current question. */
 const isAsked = (head, first) => (state.head ? JSON.stringify(state.head) === JSON.stringify(head) : first);
 
 /** The rows of the list: {head, name, value}. */
@@ -100,14 +100,14 @@ function makeRow({ head, name, value, first }) {
   fill.style.transform = `scaleX(${Math.min(1, Math.max(0, value))})`;
   const asked = isAsked(head, first), text = `${(100 * value).toFixed(0)} %`;
   return h("li", { class: `prediction${asked ? " target" : ""}`, "data-testid": "choice", "data-label": name },
-    h("button", { type: "button", class: "explain", "aria-pressed": String(asked), "aria-label": `${name}, ${text}: ask why`, onclick: () => ask(head) },
+    h("button", { type: "button", class: "explain", "aria-pressed": String(asked), "aria-label": `${name}, ${text}: explain`, onclick: () => ask(head) },
       h("span", { class: "track", "aria-hidden": "true" }, fill), h("span", { class: "name" }, name), h("span", { class: "value" }, text)));
 }
 
 function makeWord({ word, probability, gain }, index) {
   const seen = gain > 0.5, words = `probability ${(100 * probability).toFixed(0)} %, gain ${gain.toFixed(2)} nats`;
   const button = h("button", { type: "button", class: "word", "data-testid": "word", "aria-pressed": String(index === (state.target ?? choices.index)), title: words,
-    "aria-label": `${word}: ${words}${seen ? "" : ", the image adds almost nothing"}`,
+    "aria-label": `${word}: ${words}${seen ? "" : ", the image has almost no effect"}`,
     onclick: () => set({ head: { ...(state.head ?? { kind: "answer", prompt: choices.prompt }), force: !seen }, target: index, against: null }) }, word);
   button.style.setProperty("--gain", `${Math.round(100 * Math.min(1, Math.max(0, gain / DEEPEST)))}%`);
   return button;
@@ -117,8 +117,8 @@ const draw = onFrame(() => {
   const task = facts.model?.task;
   $("asking").hidden = !task;
   if (!task) return;
-  $("says-title").textContent = "The score in question";
-  $("asking-title").textContent = WORDS[task] ?? "What can be asked";
+  $("says-title").textContent = "Explained score";
+  $("asking-title").textContent = WORDS[task] ?? "What to explain";
   $("mode-ask").parentElement.hidden = $("ask-form").hidden = $("ask-hint").hidden = !drawable();
   $("prompt-form").hidden = task !== "answers";
   const focused = [...$("choices").querySelectorAll("button")].indexOf(document.activeElement);
@@ -130,7 +130,7 @@ const draw = onFrame(() => {
   drawMarks();
 });
 
-/** Draw the boxes over the photograph and the map; the box in question is on both. */
+/** Draw the detected boxes over the photograph, and the explained box over the photograph and the map. */
 function drawMarks() {
   const known = choices && photo?.id === about && about === state.image;
   const inQuestion = known ? (choices.boxes ?? []).map((box) => mark(shares(box), "asked", "")) : [];
@@ -141,7 +141,7 @@ function drawMarks() {
   for (const id of ["photo-mask", "map-mask"]) drawMask($(id));
 }
 
-/** Ask about a place: the smallest detection around it, or the predicted region there. */
+/** Explain a position: the smallest detection around it, or the predicted region at it. */
 function askAt(x, y) {
   const { task } = facts.model;
   if (task === "masks") return ask({ kind: "mask", points: pixels(x, y, Math.floor) });
@@ -151,14 +151,14 @@ function askAt(x, y) {
   const size = ({ at: [left, top, right, bottom] }) => (right - left) * (bottom - top);
   const [smallest] = around.sort((a, b) => size(a) - size(b));
   if (smallest) ask({ kind: "box", detection: smallest.index });
-  else say("Nothing is detected here; drag a box to ask why");
+  else say("Nothing is detected here. Drag a box to explain why.");
 }
 
-/** Ask about the box and the label of the form. */
+/** Explain the box and label of the form. */
 function askBox() {
   const sides = $("ask-box").value.split(/[\s,;]+/).filter(Boolean).map(Number);
-  if (sides.length !== 4 || sides.some((side) => !(side >= 0))) return trouble($("ask-trouble"), "Give the box as left, top, right, bottom in pixels of the photograph, or drag it.");
-  if (facts.model.task === "masks") return trouble($("ask-trouble"), "A model for masks is asked about a point: click one.");
+  if (sides.length !== 4 || sides.some((side) => !(side >= 0))) return trouble($("ask-trouble"), "Enter the box as left, top, right, bottom in pixels of the photograph, or drag over the photograph.");
+  if (facts.model.task === "masks") return trouble($("ask-trouble"), "This model predicts the mask of a point. Click a point.");
   const name = $("ask-label").value, kind = facts.model.task === "detection" ? "box" : "region";
   ask({ kind, box: sides, ...(name && { label: name }), ...(kind === "box" && name && $("ask-missed").checked && { missed: true }) });
 }
@@ -212,7 +212,7 @@ function drawMissed() {
   if ($("ask-missed").disabled) $("ask-missed").checked = false;
 }
 
-/** Listen. */
+/** Add the event listeners. */
 export function start() {
   watchPointer($("photo"));
   $("ask-form").addEventListener("submit", (event) => (event.preventDefault(), askBox()));

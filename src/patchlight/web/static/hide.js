@@ -189,7 +189,7 @@ function drawControls() {
   $("only").checked = state.only;
   $("mode-remove").nextElementSibling.textContent = state.only ? "Show" : "Hide";
   $("mode-back").nextElementSibling.textContent = state.only ? "Hide" : "Show";
-  $("photo-hint").textContent = drawing() ? "Click a place or drag a box to ask why" : state.only ? "Drag over what to show" : "Drag to hide patches";
+  $("photo-hint").textContent = drawing() ? "Click a point or drag a box to explain it" : state.only ? "Drag over what to show" : "Drag to hide patches";
   $("fill-field").classList.toggle("off", state.unit === "token");
   $("fill").disabled = state.unit === "token";
 }

@@ -55,7 +55,7 @@ const draw = onFrame(() => {
   $("map-high").textContent = scale.signed ? "supports" : "high";
   $("map-scale").title = `Raw scores from ${number(scale.signed ? -scale.high : scale.low)} to ${number(scale.high)}`;
   $("map-note").textContent = map.map.warning;
-  $("map-inside").textContent = insideWords(map.map).replace("inside", `of the evidence in favour is inside the ${facts.model.task === "detection" || state.head?.box ? "box" : "region"}.`);
+  $("map-inside").textContent = insideWords(map.map).replace("inside", `of the positive scores are inside the ${facts.model.task === "detection" || state.head?.box ? "box" : "region"}.`);
   const against = map.map.against_label ? ` rather than ${map.map.against_label}` : "";
   canvas.setAttribute("aria-label", `Map of ${method.name}: why ${map.map.target_label}${against}. Strongest patches: ${strongest(map.patches)}`);
   if (first) (first = false), tell("first-map");

@@ -25,7 +25,7 @@ export function className(index, labels) {
   return unsure ? index : label;
 }
 
-/** The question for a model that is no classifier, as one of `pl.heads`. */
+/** The question for a model that is not a classifier, as a call of `pl.heads`. */
 function headCall({ kind, ...fields }) {
   const value = (each) => (Array.isArray(each) ? `(${each.map(pythonValue).join(", ")})` : pythonValue(each));
   const given = Object.entries({ ...fields, ...(kind === "answer" && { force: true }) });

@@ -134,7 +134,7 @@ function cardOf(method) {
   const fact = facts.methods.get(name);
   const canvas = h("canvas", { width: 336, height: 336, role: "application", "aria-roledescription": "heat map", "aria-label": `${name}, not ready yet` });
   const stage = h("div", { class: "stage" }, canvas);
-  const inside = h("span", { class: "inside-share", title: "The share of the evidence in favour that lies in the box or region" });
+  const inside = h("span", { class: "inside-share", title: "The share of the positive scores inside the box or region" });
   const here = h("span", { class: "here" }), took = h("span", { class: "took", title: "Computing time; quick methods share one pass" });
   const legend = h("canvas", { class: "legend", width: 128, height: 1, "aria-hidden": "true" });
   const low = h("span", {}), high = h("span", {});

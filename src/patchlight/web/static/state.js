@@ -8,7 +8,7 @@
  *   target     index of the explained class; default: the predicted one
  *   against    index of the class that it is contrasted with
  *   text       a sentence as a class; repeated, in order
- *   head       the question for a model that is no classifier, as JSON in the API's form
+ *   head       the question for a model that is not a classifier, as JSON of the API
  *   template   prompt template for each sentence, with {} for the sentence
  *   methods    names, separated by commas; the first one is shown large
  *   large      the method that is shown large instead

@@ -10,7 +10,7 @@ import { facts, label, largeMethod, on, question, set, state, tell } from "./sta
 const STEP = 450, PATIENCE = 3000;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 const results = new Map();
-/** The key of the sentence that is shown or on its way; the last error, which is not kept for later. */
+/** The key of the sentence that is shown or requested; the last error, which is not cached. */
 let shown = "", failure = null, playing = null;
 
 const keyOf = () => JSON.stringify([question(), state.seed, largeMethod(), state.unit, state.fill]);
