@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import types
+import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
 import patchlight as pl
 from patchlight.core.attribution_files import attribution_bytes
@@ -134,6 +140,76 @@ def test_wrong_clips_are_refused_in_one_sentence(tmp_path: Path) -> None:
     refuses("give a folder of frames", vit.batch, [3])
     (tmp_path / "bad.npy").write_bytes(b"x")
     refuses("cannot be read", vit.batch, tmp_path / "bad.npy")
+
+
+def test_no_clip_is_dropped_without_a_word() -> None:
+    """A loader of clips alone gives lists of one batch each; a list has one clip an item."""
+    vit, batch = tiny_video(), clips(4)
+    expected = pl.explain(vit, batch, "grad").scores
+    for loader in (DataLoader(TensorDataset(batch), 2), DataLoader(TensorDataset(batch, torch.arange(4)), 3)):
+        torch.testing.assert_close(pl.explain(vit, loader, "grad").scores, expected)
+    refuses("has the shape [2, 4, 3, 64, 64]", vit.batch, [batch[:2], batch[2:]])
+    refuses("has the shape [4, 4, 3, 64, 64]", vit.batch, [batch.numpy()])
+
+
+@pytest.mark.parametrize("values", [np.array(["a"]), np.array([None]), np.ones((4, 3, 64, 64), complex), np.array(b"")])
+def test_arrays_that_are_not_of_numbers_are_refused(values: Any, tmp_path: Path) -> None:
+    vit = tiny_video()
+    refuses("has values of type", vit.batch, [values] if values.ndim else values)
+    if values.dtype != object:
+        np.save(tmp_path / "a.npy", values)
+        refuses("has values of type", vit.batch, tmp_path / "a.npy")
+
+
+def test_arrays_of_any_number_are_read() -> None:
+    vit, clip = tiny_video(), clips(1)[0].numpy()
+    for kind in (">f4", np.longdouble, np.float64):
+        torch.testing.assert_close(vit.batch(clip.astype(kind))[0], torch.from_numpy(clip))
+
+
+def movie(frames: int, streams: int = 1) -> types.SimpleNamespace:
+    """PyAV with one movie, whose frames have the grey value of their number; it counts the frames that are pictures."""
+    module = types.SimpleNamespace(pictures=0)
+
+    def picture(number: int) -> Image.Image:
+        module.pictures += 1
+        return Image.new("RGB", (80, 64), (number,) * 3)
+
+    def decode(video: int) -> Any:
+        return (types.SimpleNamespace(to_image=partial(picture, n)) for n in range(frames)) if streams else ()[video]
+
+    found = types.SimpleNamespace(streams=types.SimpleNamespace(video=[0] * streams), decode=decode)
+    module.open = lambda path: contextlib.nullcontext(found)
+    return module
+
+
+def test_a_movie_is_read_at_equal_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the chosen frames become pictures: those of a minute take 10 GB."""
+    vit, path = tiny_video(), tmp_path / "a.mp4"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "av", movie(40))
+    shown = vit.preprocess.views(vit.batch(path))[0, 0, :, 0, 0]
+    assert shown.tolist() == [5, 15, 25, 35]
+    assert sys.modules["av"].pictures == 4
+    monkeypatch.setitem(sys.modules, "av", movie(3))
+    refuses("has 3 frames, and this model takes 4", vit.batch, path)
+    monkeypatch.setitem(sys.modules, "av", movie(0, streams=0))
+    refuses("has no video that can be read", vit.batch, path)
+
+
+@pytest.mark.parametrize("error", [EOFError("ended"), zlib.error("damaged"), IndexError("index"), KeyError("data")])
+def test_a_damaged_movie_or_volume_is_refused(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Any) -> None:
+        raise error
+
+    vit, path = tiny_video(), tmp_path / "a.nii.gz"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "nibabel", types.SimpleNamespace(load=fail))
+    refuses("cannot be read", vit.batch, path)
+    monkeypatch.setitem(sys.modules, "av", types.SimpleNamespace(open=fail))
+    refuses("cannot be read", vit.batch, path.rename(tmp_path / "a.mp4"))
 
 
 def test_figures_by_axes(tmp_path: Path) -> None:

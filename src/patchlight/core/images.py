@@ -402,8 +402,10 @@ def in_batches(
         batch = to_batch(images, preprocess, channels, note)
         return len(batch), iter(batch.split(size))
 
+    dims = 1 + len(getattr(preprocess, "shape", (channels, *preprocess.size)))
+
     def read(item: Any) -> torch.Tensor:
-        parts = _parts(item)
+        parts = _parts(item, dims)
         batch = to_batch(parts[0], preprocess, channels, note)
         if labels is not None:
             labels.extend(_labels(parts, len(batch)))
@@ -412,9 +414,12 @@ def in_batches(
     return None, _regrouped(map(read, items), size)
 
 
-def _parts(item: Any) -> Sequence[Any]:
-    """The parts of a loader's item: (images, labels, …), or images alone; a list of pictures is a batch itself."""
-    collated = isinstance(item, list) and bool(item) and isinstance(item[0], torch.Tensor) and item[0].ndim == 4
+def _parts(item: Any, dims: int) -> Sequence[Any]:
+    """The parts of a loader's item: (images, labels, …), or images alone; a list of pictures is a batch itself.
+
+    A batch has `dims` dimensions.
+    """
+    collated = isinstance(item, list) and bool(item) and isinstance(item[0], torch.Tensor) and item[0].ndim == dims
     return item if collated or (isinstance(item, tuple) and item) else (item,)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class ArrayPreprocess(Preprocess):
     def listed(self, inputs: Any) -> Any:
         """One input as a list of one; a tensor or array of several, and anything else, as it is."""
         one = isinstance(inputs, str | Path) or (
-            isinstance(inputs, Tensor | np.ndarray) and inputs.ndim == self._dims(inputs)
+            isinstance(inputs, Tensor | np.ndarray) and inputs.ndim in (0, self._dims(inputs))
         )
         return [inputs] if one else inputs
 
@@ -59,7 +59,11 @@ class ArrayPreprocess(Preprocess):
         items = list(inputs)
         if not items:
             raise PatchlightError(f"no {self.inputs} were given; {self._give}")
-        return torch.cat([self._checked(self._read(item))[:1] for item in items])
+        read = [self._checked(self._read(item)) for item in items]
+        several = next((tensor for tensor in read if len(tensor) > 1), None)
+        if several is not None:
+            raise PatchlightError(f"one of the {self.inputs} has the shape {list(several.shape)}; {self._give}")
+        return torch.cat(read)
 
     def views(self, batch: Tensor) -> Tensor:
         """What inputs [B,*shape] show, for display: uint8 [B,1 or 3,*size]; without colours, from lowest to highest."""
@@ -109,28 +113,31 @@ class ArrayPreprocess(Preprocess):
             raise PatchlightError(f"one of the {self.inputs} was given as {type(item).__name__}; {self._give}")
         path = Path(item)
         name = path.name.lower()
-        if not path.exists():
-            raise PatchlightError(f"there is nothing at '{path}'; {self._give}")
-        if path.is_dir() and self._frames:
-            return self._clip((open_image(frame) for frame in list_images(path)), f"'{path}'")
         try:
+            if not path.exists():
+                raise PatchlightError(f"there is nothing at '{path}'; {self._give}")
+            if path.is_dir() and self._frames:
+                return self._clip((open_image(frame) for frame in list_images(path)), f"'{path}'")
             if name.endswith(".npy"):
                 return self._array(np.load(path, allow_pickle=False))
             if path.suffix.lower() in VIDEOS and self._frames:
-                return self._clip(_evenly(_decoded(path), self._frames), f"'{path}'")
+                return self._clip(_decoded(path, self._frames), f"'{path}'")
             if name.endswith(VOLUMES):
                 return self._array(_volume(path))
-        except (OSError, ValueError) as error:
+        except PatchlightError:
+            raise
+        except Exception as error:  # readers raise all kinds of exceptions for damaged files
             raise PatchlightError(f"'{path}' cannot be read: {first_line(error)}") from error
         raise PatchlightError(f"'{path}' is not one of the {self.inputs} that this model takes; {self._give}")
 
     def _array(self, array: NDArray[Any]) -> Tensor:
         if self._frames and array.dtype == np.uint8 and array.ndim == 4:
             return self._clip((array_picture(frame) for frame in array), "the array")
-        values = torch.from_numpy(np.ascontiguousarray(array))
-        values = values if values.is_floating_point() else values.float()
+        if array.dtype.kind not in "biuf":
+            raise PatchlightError(f"one of the {self.inputs} has values of type {array.dtype}; {self._give}")
+        values = torch.from_numpy(np.ascontiguousarray(array, np.float32))
         lacks_channel = values.ndim == len(self.shape) - 1 and tuple(values.shape) == self.geometry.size
-        return self.geometry.as_input(values[None, None])[0] if lacks_channel else values.float()
+        return self.geometry.as_input(values[None, None])[0] if lacks_channel else values
 
     def _clip(self, frames: Iterator[Image.Image], what: str) -> Tensor:
         """Frames, each prepared like an image, as one input."""
@@ -146,22 +153,21 @@ class ArrayPreprocess(Preprocess):
         return self.geometry.as_input(clip)[0]
 
 
-def _decoded(path: Path) -> list[Image.Image]:
+def _decoded(path: Path, count: int) -> Iterator[Image.Image]:
+    """Frames at equal distances, each in the middle of its part of the video; all of a video that is too short."""
     try:
         import av
     except ImportError:
         raise missing_extra(f"'{path}' needs", "av", "video", "give a folder of its frames") from None
     with av.open(str(path)) as container:
-        return [frame.to_image() for frame in container.decode(video=0)]
-
-
-def _evenly(frames: Sequence[Image.Image], count: int) -> Iterator[Image.Image]:
-    """Frames at equal distances, each in the middle of its part of the video; all of a video that is too short."""
-    if len(frames) < count:
-        yield from frames
-        return
-    for i in range(count):
-        yield frames[int((i + 0.5) * len(frames) / count)]
+        if not container.streams.video:
+            raise PatchlightError(f"'{path}' has no video that can be read; give a folder of its frames")
+        total = sum(1 for _ in container.decode(video=0))  # all frames at once may not fit into memory
+    chosen = range(total) if total < count else {int((i + 0.5) * total / count) for i in range(count)}
+    with av.open(str(path)) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            if number in chosen:
+                yield frame.to_image()
 
 
 def _volume(path: Path) -> NDArray[Any]:
