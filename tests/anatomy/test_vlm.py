@@ -175,16 +175,16 @@ def test_qwen_patches_stand_in_squares_and_windows(name: str) -> None:
         assert moved == [vit.layout.order[cell]]
 
 
-@pytest.mark.parametrize("place", ["tower", "language"])
-def test_bfloat16_weights_open_and_stay_in_the_language_model(place: str) -> None:
-    vit = pl.wrap(build("llava").bfloat16(), preprocess=pl.Preprocess((64, 64)), place=place)
-    head, image = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True), image_of("llava")
+@pytest.mark.parametrize(("name", "place"), [("llava", "language"), *((name, "tower") for name in NAMES)])
+def test_bfloat16_weights_open_and_stay_in_the_language_model(name: str, place: str) -> None:
+    vit = pl.wrap(build(name).bfloat16(), preprocess=pl.Preprocess(size_of(name)), place=place)
+    head, image = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True), image_of(name)
     att = pl.explain(vit, image, "ixg", head=head)
-    full = pl.explain(opened("llava", place), image, "ixg", head=head)
+    full = pl.explain(opened(name, place), image, "ixg", head=head)
     assert torch.corrcoef(torch.stack([att.scores.flatten(), full.scores.flatten()]))[0, 1] > 0.95
     wide = vit.wide()
     assert wide.net.lm_head.weight.dtype == torch.bfloat16
-    assert wide.dtype == (torch.float32 if place == "tower" else torch.bfloat16)
+    assert wide.dtype == (torch.bfloat16 if place == "language" or name == "smolvlm" else torch.float32)
 
 
 @torch.no_grad()

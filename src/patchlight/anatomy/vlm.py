@@ -99,8 +99,9 @@ class AnswersAnatomy(TaskAnatomy):
         self.tower_paths = [f"{tower}.{path}" for path in block_paths(model.get_submodule(tower))]
         self.language_paths = [f"{layers}.{i}" for i in range(len(model.get_submodule(layers)))]
         seen = tower_facts(model, self.tower_paths, preprocess, name)
-        self.tower_paths, self.visual = self.tower_paths[: seen.read], seen.visual
-        self.dead = seen.dead
+        read, self.visual = max(seen.states), seen.visual
+        dead = len(self.tower_paths) - read
+        self.tower_paths = self.tower_paths[:read]
         grid = seen.grid
         merge = round(math.sqrt(math.prod(grid) / self.visual))
         if merge**2 * self.visual != math.prod(grid):
@@ -129,24 +130,29 @@ class AnswersAnatomy(TaskAnatomy):
         self._one_blank = False
         if place == "language":
             self.sinks = (
-                "attention of a language model often falls on its first tokens (sinks), whatever the image shows; "
-                "'genatt', which weighs it by its gradient, and 'ixg' work better"
+                "language models often attend to their first tokens (attention sinks), whatever the image shows; "
+                "'genatt', which weights attention by its gradient, and 'ixg' work better"
             )
         if place == "language" or not has_plain_blocks(model.get_submodule(self.tower_paths[0])):
             self.can_rule = _NO_RULE if place == "language" else "norms and gated MLPs of its tower have no rule yet"
-        elif self.dead:
-            self.note = f"the vision tower of {name} reads block {seen.read - 1} last: blocks behind it do nothing"
+        elif dead:
+            self.note = f"the vision tower of {name} reads block {read - 1} last: blocks behind it do nothing"
+        self._seen_states = () if seen.states == (read,) else seen.states
 
     note = ""
     """What a user should know about how it was opened."""
 
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + (f"; {self.note}>" if self.note else ">")
+
     def wide(self) -> Self:
         """With a tower in float32; in its language model nothing needs more than the model's own type."""
-        return self if self.at == "language" else super().wide()
+        mixes = self.config.model_type != "smolvlm"  # its forward does not cast what leaves the tower
+        return super().wide() if self.at == "tower" and mixes else self
 
     def default_question(self) -> Any:
         raise PatchlightError(
-            f"{self.name} answers in words, so it needs a question: head=pl.heads.Answer('what is …'), or --prompt of "
+            f"{self.name} generates answers, so it needs a prompt: head=pl.heads.Answer('what is …'), or --prompt of "
             "the command line"
         )
 
@@ -433,8 +439,8 @@ class AnswersAnatomy(TaskAnatomy):
     def _refuse_single(self) -> str:
         s = self.merge_size
         return (
-            f"{self.name} pools {s} x {s} patches into one visual token, so a single patch cannot be taken out; "
-            "unit='merge' works"
+            f"{self.name} pools {s} x {s} patches into one visual token, so a single patch cannot be removed; use "
+            "unit='merge'"
         )
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -492,7 +498,7 @@ class AnswersAnatomy(TaskAnatomy):
         """Find the order of patches, check that each square makes one visual token, and how patches are dropped."""
         image = random_image(self)
         self.layout = self.fine = replace(self.fine, order=self._see_order(image))
-        self.states_read = self._see_states(image)
+        self.states_read = self._seen_states
         tokens = self.run(self.embed(image))
         squares = self.fine.sets("merge")
         picked = torch.arange(self.visual) % 3 == 0
@@ -512,19 +518,6 @@ class AnswersAnatomy(TaskAnatomy):
         width = self.transcript.text.shape[1]
         parts = self.see_visual(image).split(width, 2)[1:]
         return max((index + 1 for index, part in enumerate(parts) if bool(part.any())), default=0)
-
-    def _see_states(self, image: Tensor) -> tuple[int, ...]:
-        """The states of the tower that visual tokens are made of; empty if only the last."""
-        count, tokens, states = len(self.tower_paths), self.embed(image), dict[int, Tensor]()
-        for index in range(count):
-            states[index] = tokens
-            tokens = self.block(index, tokens)
-        with torch.enable_grad():
-            leaves = {i: state.detach().requires_grad_() for i, state in {**states, count: tokens}.items()}
-            visual = self.see_visual(tokens=leaves).sum()
-            found = torch.autograd.grad(visual, list(leaves.values()), allow_unused=True)
-        read = tuple(index for index, gradient in enumerate(found) if gradient is not None)
-        return () if read == (count,) else read
 
     def _see_order(self, image: Tensor) -> tuple[int, ...] | None:
         """The place of each patch among the tokens, found by changing patches whose number has a bit set."""
@@ -553,7 +546,7 @@ class AnswersAnatomy(TaskAnatomy):
                 return f"its blocks need every token ({first_line(error)})"
             if alike(hidden, kept, 1e-4):
                 return None
-        return "its blocks compute other tokens when some are left out than when these are hidden from attention"
+        return "removing tokens gives another result than masking them in attention"
 
 
 @register_family("vision-language models", package="transformers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +28,12 @@ _UNSIZED = (448, 448)
 
 @dataclass(frozen=True)
 class TowerFacts:
-    """What running a model once shows: grid and number of its tokens, how many blocks are read, and so on."""
+    """What running a model once shows: grid and number of its tokens, which states visual tokens are made of, …"""
 
     grid: tuple[int, int]
     tokens: int
     visual: int
-    read: int
-    dead: int
+    states: tuple[int, ...]
     packed: bool
     heads: int
     trial: list[int]
@@ -47,26 +47,38 @@ def tower_facts(model: Any, paths: Sequence[str], preprocess: Preprocess, name: 
     blocks = [net.get_submodule(path) for path in paths]
     like = next(p for p in net.parameters() if p.is_floating_point())
     image = torch.randn(1, 3, *preprocess.size, generator=torch.Generator().manual_seed(0)).to(like)
-    entered: list[Tensor] = []
+    entered, states = list[Tensor](), list[Tensor]()
+
+    def cut(tokens: Tensor) -> Tensor:
+        states.append(tokens.detach().requires_grad_())
+        return states[-1] * 1  # what follows may change it in place
+
+    hooks = [
+        block.register_forward_hook(lambda block, args, out: map_tensors(out, cut), prepend=True) for block in blocks
+    ]
     first = blocks[0].register_forward_pre_hook(
         lambda block, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         try:
-            base = _features(net, image)
+            out = net.get_image_features(**pixels_of(net.config, image))
         except Exception as error:
             raise PatchlightError(
                 f"{name} does not take an image of {preprocess.size[0]} x {preprocess.size[1]} pixels: "
                 f"{first_line(error)}; give preprocess=pl.Preprocess((height, width))"
             ) from error
-        first.remove()
+        for hook in (first, *hooks):
+            hook.remove()
         if len(entered) != 1:
             raise Unsupported(
                 f"{name} runs its vision tower {len(entered)} times for one image, which is not supported"
             )
-        read = next(
-            (i + 1 for i in reversed(range(len(blocks))) if not torch.equal(_noisy(net, blocks[i], image), base)), 0
-        )
+        features = tensors_in(getattr(out, "pooler_output", out))
+        added = tensors_in(getattr(out, "deepstack_features", None))
+        total = torch.stack([each.sum() for each in (*features, *added)]).sum()
+        gradients = torch.autograd.grad(total, states, allow_unused=True)
+    visual = sum(math.prod(each.shape[:-1]) for each in features)
+    read = tuple(number for number, gradient in enumerate(gradients, 1) if gradient is not None)
     tokens, packed = entered[0].shape[-2] if entered[0].ndim == 3 else len(entered[0]), entered[0].ndim == 2
     if entered[0].ndim == 3 and len(entered[0]) > 1:
         raise Unsupported(f"{name} cuts an image into {len(entered[0])} views; give a size that it does not cut")
@@ -76,25 +88,7 @@ def tower_facts(model: Any, paths: Sequence[str], preprocess: Preprocess, name: 
     heads = getattr(config.vision_config, "num_attention_heads", None) or config.vision_config.num_heads
     token = image_token_of(config)
     trial = [i for i in range(1, 12) if i != token][:4]
-    return TowerFacts(grid, tokens, len(base), read, len(blocks) - read, packed, heads, trial)
-
-
-def _noisy(net: Any, block: nn.Module, image: Tensor) -> Tensor:
-    """The visual tokens when the output of a block of the tower is changed."""
-    hook = block.register_forward_hook(
-        lambda block, args, out: map_tensors(out, lambda tokens: tokens * 2 + 1), prepend=True
-    )
-    try:
-        return _features(net, image)
-    finally:
-        hook.remove()
-
-
-def _features(net: Any, image: Tensor) -> Tensor:
-    """The visual tokens [n,D] of one image."""
-    out = net.get_image_features(**pixels_of(net.config, image))
-    found = tensors_in(getattr(out, "pooler_output", out))
-    return torch.cat([each.flatten(0, -2) for each in found])
+    return TowerFacts(grid, tokens, visual, read, packed, heads, trial)
 
 
 def image_token_of(config: Any) -> int:
@@ -133,8 +127,8 @@ def preprocess_of(model: Any, processor: Any, name: str) -> Preprocess:
     if images is None:
         assumed = replace(known, size=size)
         warn(
-            f"{name} came without a processor, so its images are assumed to be squashed to {size[0]} x {size[1]} "
-            f"pixels, mean {list(known.mean)}, std {list(known.std)}; give processor= or preprocess=pl.Preprocess(…)",
+            f"{name} has no processor, so images are assumed to be resized to {size[0]} x {size[1]} pixels, mean "
+            f"{list(known.mean)}, std {list(known.std)}; give processor= or preprocess=pl.Preprocess(…)",
             AssumedPreprocess,
         )
         return assumed
