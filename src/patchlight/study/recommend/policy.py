@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import FEWEST
@@ -27,36 +26,6 @@ does not end early on fewer images than the last."""
 COPIED = 12
 """Images for the leading method's score on an untrained copy of the model."""
 NO_TIME = "not enough time"
-
-
-@dataclass(frozen=True)
-class RacePlan:
-    """The estimated course of a race.
-
-    Attributes:
-        methods: Number of methods besides random.
-        fitting: How many of them are expected to fit into the budget.
-        images: Number of images.
-        seconds: Estimated time of six images of all methods.
-        budget: The budget in seconds.
-    """
-
-    methods: int
-    fitting: int
-    images: int
-    seconds: float
-    budget: float
-
-    def __str__(self) -> str:
-        most = plural(self.images, "image")
-        skipped = self.methods - self.fitting
-        rest = f" Not enough time for {plural(skipped, 'method')}." if skipped else ""
-        few = f" A recommendation needs at least {COMPARED} methods." if self.fitting < COMPARED else ""
-        return (
-            f"Plan: {plural(self.fitting, 'method')} and random on up to {most}, within {duration(self.budget)}. The "
-            f"first {min(FEWEST, self.images)} images of all {plural(self.methods, 'method')} would take about "
-            f"{duration(self.seconds)}; the cheapest start.{rest}{few}"
-        )
 
 
 class Policy:
@@ -98,15 +67,22 @@ class Policy:
         if alive and self.race.count(alive[0]) >= FEWEST:
             self.worker.untrained(alive[0], self.gallery.first(COPIED))
 
-    def plan(self) -> RacePlan:
-        """The estimated course of the race, before anything is measured."""
+    def plan(self) -> str:
+        """The estimated course of the race in words, before anything is measured."""
         six, chosen = self.gallery.planned(FEWEST), list[str]()
         order = self._in_order(six[:1])
         for label in order:
             if len(chosen) < 2 or not self._shortage(label, six, chosen):
                 chosen.append(label)
         seconds = sum(self._seconds(label, six) for label in order)
-        return RacePlan(len(order) - 1, len(chosen) - 1, len(self.gallery), seconds, self.clock.budget)
+        methods, fitting, images = len(order) - 1, len(chosen) - 1, len(self.gallery)  # besides random
+        rest = f" Not enough time for {plural(methods - fitting, 'method')}." if methods > fitting else ""
+        few = f" A recommendation needs at least {COMPARED} methods." if fitting < COMPARED else ""
+        return (
+            f"Plan: {plural(fitting, 'method')} and random on up to {plural(images, 'image')}, within "
+            f"{duration(self.clock.budget)}. The first {min(FEWEST, images)} images of all {plural(methods, 'method')} "
+            f"would take about {duration(seconds)}; the cheapest start.{rest}{few}"
+        )
 
     @property
     def comparison_seconds(self) -> float:
