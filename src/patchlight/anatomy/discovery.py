@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchlight.anatomy.twin import Twin
 from patchlight.core.errors import PatchlightError
+from patchlight.core.layout import Geometry
 
 _ATTENTION = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 
@@ -27,22 +28,6 @@ class Convolution:
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Cover:
-    """What the cells of one axis cover: `count` of them, `step` apart, each `cell` long, the first from -`before`."""
-
-    step: int
-    cell: int
-    before: int
-    count: int
-
-    def owners(self, size: int) -> Tensor:
-        """The cell that each element of the input belongs to [size]; -1 where none or several do."""
-        inside = torch.arange(size)[None] - (self.step * torch.arange(self.count) - self.before)[:, None]
-        covered = (inside >= 0) & (inside < self.cell)
-        return torch.where(covered.sum(0) == 1, covered.long().argmax(0), -1)
 
 
 @dataclass(frozen=True)
@@ -75,14 +60,17 @@ class Discovery:
     heads: int = 1
     windows: int = 1
 
-    def covers(self) -> list[Cover] | None:
-        """What the cells before block 0 cover along each axis; None where several convolutions cut them."""
-        stem, grid = self.stem, self.grid(0, sum(self.constant))
-        if stem is None or grid[-len(stem.grid) :] != stem.grid:
-            return None
-        frames = len(grid) - len(stem.grid)  # frames that are cut one by one
-        sides = zip(stem.stride, stem.kernel, stem.padding, stem.grid, strict=True)
-        return [Cover(1, 1, 0, grid[0])] * frames + [Cover(*side) for side in sides]
+    def geometry(self, size: tuple[int, ...]) -> Geometry:
+        """What the cells before block 0 cover of an input of this size: equal parts unless one convolution cuts it."""
+        grid, stem = self.grid(0, sum(self.constant)), self.stem
+        frames = len(grid) - (0 if stem is None else len(stem.grid))  # frames that are cut one by one
+        unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
+        dims = None if self.dims == (1, 2) else self.dims
+        if stem is None or grid[frames:] != stem.grid:
+            return Geometry.even(grid, size, unit=unit, dims=dims)
+        step, cell = ((1.0,) * frames + tuple(map(float, sides)) for sides in (stem.stride, stem.kernel))
+        begin = (0.0,) * frames + tuple(float(-side) for side in stem.padding)
+        return Geometry(size, step, cell, begin, unit, dims)
 
     @property
     def stem(self) -> Convolution | None:
@@ -223,33 +211,27 @@ class _Visit:
     end: int = 0
 
 
-@dataclass
 class _Watch(TorchFunctionMode):
     """Inside, the calls of modules and of attention are recorded."""
 
-    net: nn.Module
-    visits: list[_Visit] = field(default_factory=list)
-    stacks: list[list[int]] = field(default_factory=list)
-    """For each attention, the calls of modules that it happens in, from the outside."""
-    entries: dict[int, Tensor] = field(default_factory=dict)
-    open: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.paths: dict[int, str] = {id(module): path for path, module in self.net.named_modules()}
+        modules, lists = dict(net.named_modules()), (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        self.paths = {id(module): path for path, module in modules.items()}
+        self.listed = {
+            id(modules[path]) for path in modules if path and isinstance(modules[path.rpartition(".")[0]], lists)
+        }
+        self.visits: list[_Visit] = []
+        self.stacks: list[list[int]] = []
+        """For each attention, the calls of modules that it happens in, from the outside."""
+        self.open: list[int] = []
+        self.entries: dict[int, Tensor] = {}
         self.ends: dict[int, int] = {}
         self.outputs: dict[int, Tensor] = {}
         self.returned: dict[int, list[Tensor]] = {}
         self.heads: list[int] = []
         self.strided: list[tuple[int, Convolution]] = []
-        parents = dict(self.net.named_modules())
-        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-        self.listed = {
-            id(module)
-            for path, module in parents.items()
-            if path and isinstance(parents[path.rpartition(".")[0]], lists)
-        }
-        for module in self.net.modules():
+        for module in modules.values():
             module.register_forward_pre_hook(self._begin, with_kwargs=True)
             module.register_forward_hook(self._end)
 
@@ -397,17 +379,18 @@ def _order(discovery: Discovery, embed: Callable[[Tensor], Tensor], blank: Tenso
 
     None where patches are not cut by one convolution, or overlap so much that none has pixels of its own.
     """
-    covers = discovery.covers()
-    if covers is None or len(discovery.shapes[0]) != 3:
+    grid, stem = discovery.grid(0, sum(discovery.constant)), discovery.stem
+    if stem is None or grid[-len(stem.grid) :] != stem.grid or len(discovery.shapes[0]) != 3:
         return None
+    geometry = discovery.geometry(tuple(blank.shape[dim + 1] for dim in discovery.dims))
     owner = torch.zeros([1] * blank.ndim, dtype=torch.long)
-    for cover, dim in zip(covers, discovery.dims, strict=True):
-        alone = cover.owners(blank.shape[dim + 1])
+    for axis, dim in enumerate(discovery.dims):
+        alone = _owners(geometry, axis, grid[axis])
         shape = [1] * blank.ndim
         shape[dim + 1] = len(alone)
         alone = alone.view(shape)
-        owner = torch.where((owner < 0) | (alone < 0), -1, owner * cover.count + alone)
-    count, prefix = math.prod(cover.count for cover in covers), discovery.constant[0]
+        owner = torch.where((owner < 0) | (alone < 0), -1, owner * grid[axis] + alone)
+    count, prefix = math.prod(grid), discovery.constant[0]
     codes = (owner + 1).to(blank.device)
     noise = torch.randn(blank.shape, generator=torch.Generator().manual_seed(1)).to(blank)
     base, seen = embed(blank)[0, prefix : prefix + count], torch.zeros(count, dtype=torch.long)
@@ -416,3 +399,11 @@ def _order(discovery: Discovery, embed: Callable[[Tensor], Tensor], blank: Tenso
         seen += (shown != base).any(-1).long().cpu() << bit
     place = {code - 1: position for position, code in enumerate(seen.tolist())}
     return tuple(place[cell] for cell in range(count)) if sorted(place) == list(range(count)) else None
+
+
+def _owners(geometry: Geometry, axis: int, count: int) -> Tensor:
+    """The one of `count` cells that each place along an axis belongs to [size]; -1 where none or several do."""
+    begins = geometry.begin[axis] + geometry.step[axis] * torch.arange(count)
+    inside = torch.arange(geometry.size[axis])[None] - begins[:, None]
+    covered = (inside >= 0) & (inside < geometry.cell[axis])
+    return torch.where(covered.sum(0) == 1, covered.long().argmax(0), -1)

@@ -18,6 +18,7 @@ from patchlight.anatomy.custom import CUSTOM, read_custom
 from patchlight.anatomy.families import Family, LoadRequest, family_of, in_order, read_anatomy
 from patchlight.anatomy.hf import as_processed
 from patchlight.anatomy.opened import Anatomy, check_finite
+from patchlight.anatomy.parts import find
 from patchlight.anatomy.preprocessing import applied, read_preprocess
 from patchlight.anatomy.prompts import ANSWERING
 from patchlight.anatomy.spec import PreprocessSpec
@@ -323,8 +324,8 @@ def _how_to_describe(model: nn.Module) -> str:
     kind, blocks, classes = type(model).__name__, "…", "…"
     if has_text_side(model):
         towers = ("vision_model.encoder.layers", "visual.transformer.resblocks", "visual.trunk.blocks")
-        found = next((path for path in towers if _reaches(model, path)), None)
-        blocks, classes = f"model.{found}" if found else "…", "number of texts, labels=texts"
+        path = next((path for path in towers if find(model, path) is not None), None)
+        blocks, classes = f"model.{path}" if path else "…", "number of texts, labels=texts"
         why = (
             f"{kind} compares images with texts and has no classes. Describe its image encoder by hand, with a "
             "readout that gives the similarity to the features of your texts"
@@ -339,14 +340,6 @@ def _how_to_describe(model: nn.Module) -> str:
         f"{why}: wrap(model, embed=…, blocks={blocks}, readout=…, grid=(h, w), prefix=1, pooling='cls', heads=…, "
         f"classes={classes}, preprocess=Preprocess((H, W)))"
     )
-
-
-def _reaches(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _describe(model: nn.Module, about: dict[str, Any]) -> Anatomy:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from patchlight.anatomy.discovery import Convolution, Discovery, discover
 from patchlight.anatomy.probe import refused_input
 from patchlight.anatomy.windows import Merging
-from patchlight.core.errors import PatchlightError
-from patchlight.core.layout import Geometry
+from patchlight.core.errors import PatchlightError, Unsupported
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def find_blocks(
     except Exception as error:
         raise refused_input(name, (1, *shape), error) from error
     if discovery is None:
-        raise PatchlightError(f"{name} is a convolutional network: it has no attention between patches")
+        raise Unsupported(f"{name} cannot be opened: it is a convolutional network, and has no attention")
     return discovery
 
 
@@ -92,7 +91,7 @@ def locate_tokens(discovery: Discovery, size: tuple[int, ...], stage: int, name:
         (prefix, suffix), grid = discovery.constant, discovery.grid(0, sum(discovery.constant))
         facts |= {"paths": discovery.blocks, "prefix": prefix, "suffix": suffix, "order": discovery.order}
         facts |= {"windows": discovery.windows}
-        return {**facts, "grid": grid, "geometry": _geometry(discovery, grid, size)}
+        return {**facts, "grid": grid, "geometry": discovery.geometry(size)}
     begins = [0, *(i for i in range(1, len(discovery.blocks)) if counts[i] != counts[i - 1])]
     if not -len(begins) <= stage < len(begins):
         raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
@@ -125,20 +124,6 @@ def _covered(discovery: Discovery, grid: tuple[int, ...], size: tuple[int, ...])
     step = next((n for n in steps if tuple(-(-side // n) for side in stem.grid) == grid), 0)
     covered = tuple(cells * step * pixels for cells, pixels in zip(grid, stem.stride, strict=True))
     return covered if step else size
-
-
-def _geometry(discovery: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> Geometry:
-    """What the cells cover, from the convolution that cuts them."""
-    covers = discovery.covers()
-    dims = None if discovery.dims == (1, 2) else discovery.dims
-    unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
-    if covers is None:
-        return Geometry.even(grid, size, unit=unit, dims=dims)
-    sides = [
-        [float(side) for side in sides] for sides in zip(*((c.step, c.cell, -c.before) for c in covers), strict=True)
-    ]
-    step, cell, begin = (tuple(side) for side in sides)
-    return Geometry(size, step, cell, begin, unit, dims)
 
 
 def _coarser(discovery: Discovery, grid: tuple[int, ...]) -> tuple[int, ...] | None:
