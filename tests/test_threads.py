@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
-from tests.families import images
+from tests.families import images, shared
 from tests.helpers import tiny
 
 FORWARDS = 100
@@ -146,6 +147,20 @@ def test_a_model_is_trained_while_it_is_explained() -> None:
     calm = copy.deepcopy(model).eval()
     assert torch.equal(pl.explain(vit, batch, "ixg", target=1).scores, pl.explain(calm, batch, "ixg", target=1).scores)
     assert not torch.equal(pl.explain(vit, batch, "ixg", target=1).scores, first)
+
+
+@pytest.mark.parametrize("kind", ["a module around a model", "a feature map"])
+def test_threads_share_models_that_run_their_own_forward(kind: str) -> None:
+    vit = shared("pit") if kind == "a feature map" else pl.wrap(nn.Sequential(nn.Identity(), tiny()))
+    names = ["gradcam", "occlusion"] if kind == "a feature map" else ["genatt", "tis"]
+    batches = [images(vit, 2, seed) for seed in range(4)]
+    alone = [pl.explain(vit, batch, names) for batch in batches]
+
+    def explains(index: int) -> None:
+        for name, found in pl.explain(vit, batches[index], names).items():
+            torch.testing.assert_close(found.scores, alone[index][name].scores)
+
+    together(*(partial(explains, index) for index in range(4)))
 
 
 @pytest.mark.filterwarnings("ignore")

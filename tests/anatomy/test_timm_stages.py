@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -112,25 +111,6 @@ def test_a_cut_that_something_passes_by_is_refused() -> None:
     assert _skipping(0).grid == (8, 8)
     with pytest.raises(pl.PatchlightError, match=r"other logits than .* put together .*its head also reads the image"):
         _skipping(1)
-
-
-def test_threads_do_not_meet() -> None:
-    vit = shared("pit", torch.float64)
-    batches = [images(vit, 2, seed) for seed in range(4)]
-    alone = [vit.logits(batch) for batch in batches]
-    found: dict[int, list[Tensor]] = {}
-
-    def work(i: int) -> None:
-        found[i] = [vit.logits(batches[i]) for _ in range(5)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, expected in enumerate(alone):
-        for logits in found[i]:
-            torch.testing.assert_close(logits, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_another_type_and_a_changed_model_are_followed() -> None:
