@@ -112,6 +112,11 @@ def test_a_method_that_ignores_the_class_says_so(folder: Path) -> None:
     assert "ignores the class" in refused(*arguments, "--against", "cat")
 
 
+def test_best_is_posterior(tiny: pl.Anatomy, folder: Path) -> None:
+    found = json.loads(run("explain", "photos/a.jpg", "--method", "best", "--set", "samples=8", "--json").stdout)
+    assert found["used"] == {"best": "posterior"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
