@@ -52,7 +52,8 @@ class BlockCall:
 
     def answer(self, tokens: Tensor) -> Any:
         """An output of the block that contains these tokens."""
-        return _with_first(self.returned, tokens)
+        first = tensors_in(self.returned)[0]
+        return map_tensors(self.returned, lambda tensor: tokens if tensor is first else tensor)
 
     def blank(self, tokens: Tensor) -> Any:
         """An output of the block for as many images as `tokens` has."""
@@ -254,9 +255,3 @@ def _called_by_us(frame: Any) -> bool:
     while str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "patchlight"
-
-
-def _with_first(out: Any, tokens: Tensor) -> Any:
-    """An output of a block, with other tokens."""
-    first = tensors_in(out)[0]
-    return map_tensors(out, lambda tensor: tokens if tensor is first else tensor)

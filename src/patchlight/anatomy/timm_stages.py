@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,8 @@ from patchlight.anatomy.parts import named_parts
 from patchlight.anatomy.timm import model_facts
 from patchlight.core.errors import PatchlightError
 
-_WINDOWED = "its attention is within windows"
-_BEYOND = {
-    "swin_transformer": _WINDOWED,
-    "swin_transformer_v2": f"{_WINDOWED}, of normed queries and keys, and norms follow it and the MLP",
-    "pvt_v2": "its attention is to pooled tokens, and its MLPs mix neighbouring tokens",
-    "twins": f"{_WINDOWED} or to pooled tokens, and every stage has a convolution",
-}
-"""The networks that are opened with blocks, by timm's module, and what these do beside plain attention."""
+_WITH_BLOCKS = ("pvt_v2", "swin_transformer", "swin_transformer_v2", "twins")
+"""The timm modules of the networks that are opened with blocks."""
 
 
 class TimmStagesAnatomy(CrossedAnatomy):
@@ -41,10 +36,12 @@ class TimmStagesAnatomy(CrossedAnatomy):
         super().__init__(model, **{**locate_tokens(found, size, stage, name), **facts})
 
     def parts(self, index: int) -> Parts:
-        found = named_parts(self.blocks[index])
+        if self._module == "swin_transformer_v2":
+            return Parts(beyond=f"{self.beyond}, and its norms follow attention and MLP")
+        parts = named_parts(self.blocks[index])
         if self._module != "swin_transformer":
-            return Parts(found.norm1 if self._module != "swin_transformer_v2" else None, beyond=_BEYOND[self._module])
-        return Parts(**{**vars(found), "beyond": _WINDOWED})
+            return Parts(parts.norm1, beyond=self.beyond)
+        return replace(parts, beyond=self.beyond)
 
 
 class TimmMapAnatomy(FeatureMapAnatomy):
@@ -87,6 +84,6 @@ def read_staged(
             "pl.list_models() names those of timm that are"
         )
     overrides = model_facts(model, name, labels, overrides)
-    if module in _BEYOND:
+    if module in _WITH_BLOCKS:
         return TimmStagesAnatomy(model, stage, module, **overrides)
     return read_feature_map(model, stage, TimmMapAnatomy, overrides, stages_of(model))
