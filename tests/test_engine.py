@@ -301,7 +301,7 @@ def test_a_constant_map_is_recognised_within_rounding() -> None:
     _warn_if_degenerate(request, vit, _constant(0.3 + 1e-5 * ripple)[0], 0)
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     vit = shared("vit")
     seen: list[tuple[int, int]] = []
     pl.explain(vit, images(vit), batch_size=2, progress=lambda done, total: seen.append((done, total)))

@@ -21,7 +21,7 @@ def packages(extra: str) -> set[str]:
     return {IMPORTED.get(name, name) for name in names}
 
 
-def test_the_table_is_what_pip_is_told() -> None:
+def test_the_table_is_that_of_the_package_metadata() -> None:
     assert set(EXTRAS) == set(OPTIONAL) - {"all"}
     for name, extra in EXTRAS.items():
         assert set(extra.modules) == packages(name), name
@@ -39,7 +39,7 @@ def test_every_range_has_a_lower_end() -> None:
     assert all(">=" in requirement for requirement in required)
 
 
-def test_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchlight.core.extras.find_spec", lambda name: None if name == "uvicorn" else name)
     assert [(extra.name, absent) for extra, absent in missing_extras()] == [("web", ["uvicorn"])]
     told = str(missing_extra("superpixels need", "scikit-image", "lime", "use unit='patch'"))

@@ -197,7 +197,7 @@ def test_sanity_metrics_keep_the_head() -> None:
     assert bool((found.curve[:, -1] < 0.9).all())  # type: ignore[index]
 
 
-def test_an_image_compared_with_itself_is_told() -> None:
+def test_an_image_compared_with_itself_is_reported() -> None:
     vit = shared("vit")
     references, batch = images(vit, 2, seed=7), images(vit, 1)
     asked = vit.ask(heads.Similar(references, ["this", "that"]))

@@ -70,7 +70,7 @@ def test_a_name_is_a_bundled_recipe_and_a_path_a_file(here: Path) -> None:
     assert read_text(Path("tis-table-1")) == "nothing"
 
 
-def test_an_unknown_recipe_is_told_with_the_nearest(here: Path) -> None:
+def test_an_unknown_recipe_is_reported_with_the_nearest(here: Path) -> None:
     assert told("tis-table1").startswith("no bundled recipe is called 'tis-table1'; did you mean 'tis-table-1'")
     assert told("recipes/tis-table-1.toml").startswith("no recipe at 'recipes/tis-table-1.toml'; did you mean 'tis-ta")
     assert told("TIS-Table-9.toml").startswith("no recipe at 'TIS-Table-9.toml'; did you mean 'tis-table-")
@@ -80,7 +80,7 @@ def test_an_unknown_recipe_is_told_with_the_nearest(here: Path) -> None:
         read_text(here)
 
 
-def test_a_recipe_of_another_command_is_told() -> None:
+def test_a_recipe_of_another_command_is_reported() -> None:
     said = (
         "no bundled recipe is called 'shapley-cifar10' for `patchlight bench`; that is a recipe of `patchlight shapley`"
     )

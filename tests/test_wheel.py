@@ -124,7 +124,7 @@ def test_they_have_what_they_should_and_nothing_else(built: tuple[Path, Path]) -
     assert "patchlight/report/templates/report.html" in names
 
 
-def test_a_strange_file_would_be_told(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strange_file_would_be_reported(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "LARGEST", 1000)
     monkeypatch.setattr(dist, "STRANGE", {"zoo"})
     monkeypatch.setattr(dist, "PACKAGE", dist.PACKAGE / "zoo")

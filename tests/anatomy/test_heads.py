@@ -447,7 +447,7 @@ def test_heads_asked_in_inference_mode_have_gradients(batch: Tensor) -> None:
         assert pl.explain(one, batch.float(), "genatt").scores.isfinite().all()
 
 
-def test_references_of_one_name_are_told_apart() -> None:
+def test_references_of_one_name_have_different_labels() -> None:
     assert heads.Similar(["a/cat.jpg", "b/cat.jpg", "dog.png"]).labels == ["a/cat.jpg", "b/cat.jpg", "dog"]
 
 
@@ -471,7 +471,7 @@ def test_scores_that_a_head_has_not_are_refused(vit: Anatomy, batch: Tensor) -> 
         assert torch.allclose(2 * half, pl.explain(similar, batch, "ixg", score="cosine").scores, rtol=1e-5)
 
 
-def test_a_head_is_bound_anew_to_another_model(vit: Anatomy, batch: Tensor) -> None:
+def test_a_head_is_bound_again_to_another_model(vit: Anatomy, batch: Tensor) -> None:
     """References are read by the model that is asked, whoever was asked before."""
     asked = vit.ask(heads.Similar(batch[:1]))
     other = pl.wrap(randomise(copy.deepcopy(vit.model), seed=7), name="other", head=asked.head)

@@ -247,7 +247,7 @@ def test_wrap_unwraps_compiled_and_parallel_models() -> None:
         torch.testing.assert_close(pl.explain(vit, batch).scores, pl.explain(reference, batch).scores)
 
 
-def test_a_model_in_training_is_evaluated_and_goes_on_training() -> None:
+def test_a_model_in_training_is_evaluated_and_continues_training() -> None:
     model = FAMILIES["vit"]()
     randomise(model).train()
     model.blocks[0].attn.proj_drop.p = 0.5  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ def _fails(logits: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("on purpose")
 
 
-def test_an_unknown_model_is_told_how_to_be_described() -> None:
+def test_the_refusal_of_an_unknown_model_says_how_to_describe_it() -> None:
     with pytest.raises(pl.PatchlightError, match=r"Sequential is not a supported model.*wrap\(model, embed="):
         pl.wrap(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(pl.PatchlightError, match="also give embed, readout, grid"):

@@ -28,7 +28,7 @@ def test_parts_give_the_model(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", RELATIVES)
-def test_what_can_be_done_is_told(family: str) -> None:
+def test_capabilities_are_those_of_the_model(family: str) -> None:
     vit = shared(family)
     assert (vit.can_drop is None) == (family in DROPS)
     assert (vit.attention is None) == (family in READABLE)

@@ -167,7 +167,7 @@ def test_a_misspelt_keyword_of_load(name: str, options: dict[str, Any], words: t
     refuses(words, pl.load, name, **options)
 
 
-def test_an_image_text_model_is_told_how_to_be_described() -> None:
+def test_the_refusal_of_an_image_text_model_says_how_to_describe_it() -> None:
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +195,7 @@ NOBODY = "http://127.0.0.1:9"
 """A port where nobody listens."""
 
 
-def test_a_hub_out_of_reach_is_told_at_once(hub_at: Callable[[str], None]) -> None:
+def test_a_hub_out_of_reach_is_reported_at_once(hub_at: Callable[[str], None]) -> None:
     from huggingface_hub import constants
 
     hub_at(NOBODY)

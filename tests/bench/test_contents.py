@@ -102,7 +102,7 @@ def test_a_file_that_was_just_written_is_not_kept(
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"format": 0, "files": {}}', b'{"format": 1, "files": [1]}'])
-def test_a_damaged_cache_is_ignored_and_written_anew(folder: Path, hashed: list[str], damage: bytes) -> None:
+def test_a_damaged_cache_is_ignored_and_written_again(folder: Path, hashed: list[str], damage: bytes) -> None:
     first = found(folder)
     (cache,) = cache_folder().rglob("*.json")
     cache.write_bytes(damage)
@@ -128,7 +128,7 @@ def test_the_place_of_the_data_does_not_matter_and_the_class_does(folder: Path) 
         assert other.partition("-")[2] != label
 
 
-def test_a_file_that_is_gone_is_told_from_one_that_is_there(folder: Path) -> None:
+def test_a_missing_file_differs_from_one_that_is_there(folder: Path) -> None:
     data = open_data("folder", folder)
     gone = folder / "cat" / "0.png"
     before = contents(data, range(3), str(folder), quiet)

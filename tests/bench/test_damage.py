@@ -95,7 +95,7 @@ def mended(out: Path, images: Path, times: int) -> None:
 
 
 @pytest.mark.parametrize(("flips", "mends"), [(60, 3), pytest.param(600, 20, marks=pytest.mark.slow)])
-def test_flipped_bits_are_told_and_mended(tmp_path: Path, flips: int, mends: int) -> None:
+def test_flipped_bits_are_reported_and_mended(tmp_path: Path, flips: int, mends: int) -> None:
     out = made(tmp_path)
     flipped(out, flips)
     mended(out, tmp_path / "images", mends)

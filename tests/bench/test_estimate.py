@@ -51,7 +51,7 @@ def slow() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("slow")
-def test_what_takes_too_long_is_cut_off_and_what_fails_is_told(images: Path) -> None:
+def test_what_takes_too_long_is_cut_off_and_what_fails_is_reported(images: Path) -> None:
     own = text(images).replace('GenAtt = "genatt"', 'GenAtt = "test-slow"').replace('"random"', '"test-broken"')
     slow, _, broken = estimate_costs(plan(parse(own)), limit=1.0)
     assert slow.cut

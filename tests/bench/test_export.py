@@ -209,7 +209,7 @@ def test_where_nothing_can_be_used_it_says_why(shared: Shared, public: Path, tmp
     assert "was measured with Patchlight 0.0.1" in answer.stderr
 
 
-def test_an_incomplete_run_is_told_to_be_so(shared: Shared, tmp_path: Path) -> None:
+def test_an_incomplete_run_is_reported_as_such(shared: Shared, tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["bench", "export", str(shared.first), "--out", str(tmp_path / "x"), "--json"])
     told = json.loads(answer.stdout)
     assert "Incomplete: 12 of 24 values are missing" in told["notes"][0]

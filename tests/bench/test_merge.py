@@ -81,7 +81,7 @@ def test_shards_cut_differently_are_the_whole_run(shared: Shared, tmp_path: Path
         assert torch.equal(*(own.scores[method][own.images.index("5.png")] for own in drawn))
 
 
-def test_a_merged_run_is_gone_on_with_and_nothing_is_measured_twice(
+def test_a_merged_run_resumes_and_nothing_is_measured_twice(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = measured(monkeypatch)
@@ -183,7 +183,7 @@ def changed_rows(folder: Path, column: str, change: Any) -> None:
         replaced(path, parquet(table.set_column(table.column_names.index(column), column, own)))
 
 
-def test_equal_cells_that_differ_are_told_and_the_first_are_kept(shared: Shared, tmp_path: Path) -> None:
+def test_equal_cells_that_differ_are_reported_and_the_first_are_kept(shared: Shared, tmp_path: Path) -> None:
     for name, factor in (("rounding", 1 + 1e-5), ("other", 1.01)):
         shutil.copytree(shared.whole, tmp_path / name)
         changed_rows(tmp_path / name, "value", lambda value, factor=factor: value * factor)
@@ -239,7 +239,7 @@ def test_models_measured_apart_are_joined(shared: Shared, tmp_path: Path) -> Non
     assert Store(tmp_path / "all").manifest().models == {"Other": "0" * 16, "Pocket": whole.models["Pocket"]}
 
 
-def test_a_damaged_file_is_left_out_and_told(shared: Shared, tmp_path: Path) -> None:
+def test_a_damaged_file_is_left_out_and_reported(shared: Shared, tmp_path: Path) -> None:
     shutil.copytree(shared.whole, tmp_path / "damaged")
     path = sorted((tmp_path / "damaged" / "units").glob("*.parquet"))[0]
     path.write_bytes(path.read_bytes()[:-1])

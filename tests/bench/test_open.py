@@ -49,7 +49,7 @@ def test_repr_reads_no_rows(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> 
     assert "run of 'shared': 1 model, 2 methods, 2 metrics on 6 images" in repr(run)
 
 
-def test_what_is_missing_is_told(shared: Shared, tmp_path: Path) -> None:
+def test_what_is_missing_is_reported(shared: Shared, tmp_path: Path) -> None:
     assert "Incomplete: 12 of 24 values are missing" in pl.bench.open(shared.first).notes[0]
     shutil.copytree(shared.whole, tmp_path / "damaged")
     path = sorted((tmp_path / "damaged" / "maps").glob("*"))[0]

@@ -57,7 +57,7 @@ def test_an_error_names_the_line_and_what_would_work(tmp_path: Path, old: str, n
     assert told in str(caught.value)
 
 
-def test_a_missing_table_and_a_missing_file_are_told(tmp_path: Path) -> None:
+def test_a_missing_table_and_a_missing_file_are_reported(tmp_path: Path) -> None:
     with pytest.raises(PatchlightError, match=r"'data' is missing"):
         parse('name = "x"\n[models]\na = "pocket"\n[methods]\nb = "genatt"\n[metrics]\nc = "deletion"\n')
     with pytest.raises(PatchlightError, match="no recipe at"):

@@ -135,7 +135,7 @@ def test_a_value_depends_on_classes_boxes_and_masks(images: Path) -> None:
     assert len(set(keys)) == len(samples)
 
 
-def test_long_planning_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_planning_is_reported(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from patchlight.bench import contents
 
     monkeypatch.setattr(contents, "PATIENCE", -1.0)
@@ -207,7 +207,7 @@ def broken_methods() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("broken_methods")
-def test_what_fails_is_a_row_with_its_reason_and_the_run_goes_on(tmp_path: Path, whole: Path) -> None:
+def test_what_fails_is_a_row_with_its_reason_and_the_run_continues(tmp_path: Path, whole: Path) -> None:
     folder = pictures(tmp_path / "images")
     (folder / "1.png").write_bytes(b"not a picture")
     more = text(folder).replace(
@@ -553,7 +553,7 @@ def test_an_image_that_changes_after_planning_is_noticed(tmp_path: Path) -> None
     assert {row.error for row in run_unit(unit, Resources()).rows if row.image == "1.png"} == {told}
 
 
-def test_a_metric_without_its_annotations_is_told_at_planning(images: Path) -> None:
+def test_a_metric_without_its_annotations_is_reported_at_planning(images: Path) -> None:
     point = 'Ins = {metric = "pointing-game"}'
     both = text(images).replace('Ins = {metric = "insertion", steps = 3}', point).replace("insertion = {steps = 2}", "")
     said = "'Ins' needs boxes or masks, but the 'folder' data at "

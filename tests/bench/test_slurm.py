@@ -196,7 +196,7 @@ def test_the_first_task_asks_once_for_the_report_after_the_array(commands: Path,
 
 
 @pytest.mark.parametrize(("code", "queued"), [(0, False), (75, True), (3, False), (2, False)])
-def test_a_task_that_was_told_to_stop_is_queued_again(commands: Path, code: int, queued: bool) -> None:
+def test_a_task_that_was_asked_to_stop_is_queued_again(commands: Path, code: int, queued: bool) -> None:
     ended, calls = ran(written(), commands, task=5, code=code)
     assert ended == code
     assert (["scontrol", ["requeue", "77_5"], ""] in calls) == queued
@@ -264,7 +264,7 @@ def test_the_tasks_of_an_array_do_the_whole_run(recipe: Path, commands: Path) ->
 
 
 @pytest.mark.slow
-def test_a_task_told_to_stop_is_queued_again_and_goes_on(recipe: Path, commands: Path) -> None:
+def test_a_task_asked_to_stop_is_queued_again_and_resumes(recipe: Path, commands: Path) -> None:
     slow = recipe.parent / "slow.py"
     slow.write_text(SLOW)
     recipe.write_text(recipe.read_text().replace("[methods]", '[methods]\nSlow = "test-slow"'))

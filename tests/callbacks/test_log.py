@@ -165,7 +165,7 @@ def test_a_budget_is_a_share_of_the_time_since_training_began(monkeypatch: pytes
     assert not unlimited.lacks()
 
 
-def test_steps_beyond_the_budget_are_left_out_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_beyond_the_budget_are_left_out_and_that_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(room, "monotonic", lambda: now)
 
@@ -208,7 +208,7 @@ def test_a_writer_that_fails_stops_the_log_and_not_the_training() -> None:
         log.log(2)
 
 
-def test_a_log_that_takes_too_long_is_cut_off_and_that_is_told_once() -> None:
+def test_a_log_that_takes_too_long_is_cut_off_and_that_is_reported_once() -> None:
     log, found = logged(model(), seconds=1e-9)
     with pytest.warns(LogSkipped, match=r"the maps of step 0 took over 1e-09 s; give more seconds=") as told:
         walk(log, 0, 1, 2, 3)

@@ -66,7 +66,7 @@ def test_it_logs_to_the_run_of_wandb_that_the_trainer_reports_to(tmp_path: Path)
         wandb.finish()
 
 
-def test_a_writer_of_ones_own_is_used(tmp_path: Path) -> None:
+def test_a_users_writer_is_used(tmp_path: Path) -> None:
     told: list[int] = []
     net = model("hf-vit")
     train(net, tmp_path, [callback(net, lambda step, *rest: told.append(step), metric=None)], report_to=[])

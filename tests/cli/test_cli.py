@@ -203,7 +203,7 @@ def test_two_folders_keep_their_names(folder: Path, tiny: pl.Anatomy) -> None:
     assert files(folder / "out") == {"a.png", "cats/a.jpg.png", "cats/a.png.png"}
 
 
-def test_bad_images_are_reported_and_the_rest_go_on(folder: Path, tiny: pl.Anatomy) -> None:
+def test_bad_images_are_reported_and_the_rest_continue(folder: Path, tiny: pl.Anatomy) -> None:
     photos = folder / "photos"
     (photos / "b.png").write_bytes((photos / "b.png").read_bytes()[:2000])
     (photos / "cats" / "huge.png").write_bytes(png_header(30_000, 30_000))
@@ -321,7 +321,7 @@ def test_warnings_are_one_line_each(folder: Path, tiny: pl.Anatomy) -> None:
     assert ".libra" in lines[0]
 
 
-def test_bugs_are_told_and_debug_shows_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_are_reported_and_debug_shows_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("two\nlines")
 

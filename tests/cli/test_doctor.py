@@ -32,7 +32,7 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_damaged_file_and_a_broken_model_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_file_and_a_broken_model_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sums = tmp_path / "sums.txt"
     right = bundled.SUMS.read_text(encoding="utf-8")
     sums.write_text(right.replace("photos/bird.jpg", "photos/bard.jpg").replace("b49c84ca", "b49c84cb"))

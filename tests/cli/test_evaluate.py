@@ -94,7 +94,7 @@ def test_only_the_methods_asked_are_measured(saved: Path) -> None:
     assert "'genat'" in refused("evaluate", "maps", "--images", "photos", "--method", "genat")
 
 
-def test_what_is_missing_is_told_and_the_rest_measured(saved: Path) -> None:
+def test_what_is_missing_is_reported_and_the_rest_measured(saved: Path) -> None:
     shutil.rmtree("maps/b/rollout")
     Path("photos/cats/a.png").write_bytes(b"broken")
     Path("photos/a.jpg").unlink()
@@ -195,7 +195,7 @@ def test_metrics_are_listed_and_described() -> None:
     assert "preset: chefer, diffmask" in told
 
 
-def test_maps_of_another_model_are_told(saved: Path, tiny: pl.Anatomy) -> None:
+def test_maps_of_another_model_are_reported(saved: Path, tiny: pl.Anatomy) -> None:
     tiny.name = "another"
     result = run("evaluate", "maps", "--images", "photos", "--metric", "auc", "--set", "points=2")
     assert "the maps are of vit, but are measured on another" in result.stderr

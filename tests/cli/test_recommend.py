@@ -24,7 +24,7 @@ def test_a_verdict_is_printed_and_written(folder: Path, tiny: pl.Anatomy) -> Non
     assert found["about"]["metrics"] == {"srg": {"metric": "srg", "steps": 2, "score": "probability"}}
 
 
-def test_unreadable_images_are_told(folder: Path, tiny: pl.Anatomy) -> None:
+def test_unreadable_images_are_reported(folder: Path, tiny: pl.Anatomy) -> None:
     Path("photos/broken.jpg").write_bytes(b"no image")
     result = run(*ASKED, "--images", "photos", code=3)
     assert "1 image could not be read" in result.stdout

@@ -126,7 +126,7 @@ def test_an_error_takes_the_bar_away(terminal: Terminal, monkeypatch: pytest.Mon
     assert terminal.getvalue() == left, "nothing refreshes it any more"
 
 
-def test_a_function_is_told_of_whole_images() -> None:
+def test_a_function_receives_whole_images() -> None:
     told: list[Any] = []
     with show_progress(lambda done, total: told.append((done, total)), "") as tell:
         tell(1, 3)

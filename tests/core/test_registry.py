@@ -80,7 +80,7 @@ def test_a_cell_that_is_run_twice_replaces_what_it_registered(cakes: Registry[En
         exec(cell, {**names, "__name__": "elsewhere", "aliases": ()})
 
 
-def test_a_wrong_name_is_told_with_the_nearest(cakes: Registry[Entry]) -> None:
+def test_a_wrong_name_is_reported_with_the_nearest(cakes: Registry[Entry]) -> None:
     with pytest.raises(PatchlightError, match="no cake is called 'gatau'; did you mean 'gateau'"):
         cakes.find("gatau")
     with pytest.raises(KeyError):
@@ -169,12 +169,12 @@ def test_values_are_defaults_then_a_preset_then_what_is_given() -> None:
         ({"n_masks": 2}, "'cake' has no setting 'n_masks'; its settings: steps, fill, hot$"),
     ],
 )
-def test_wrong_settings_are_told(given: dict[str, Any], words: str) -> None:
+def test_wrong_settings_are_reported(given: dict[str, Any], words: str) -> None:
     with pytest.raises(PatchlightError, match=words):
         resolve_settings("cake", settings_of(bake), {}, given, also=["seed"])
 
 
-def test_wrong_presets_are_told() -> None:
+def test_wrong_presets_are_reported() -> None:
     with pytest.raises(PatchlightError, match="'cake' has no preset 'sundy'; did you mean 'sunday'"):
         CAKE.preset("sundy")
     with pytest.raises(PatchlightError, match="'pie' has no preset 'sunday'; it has none"):

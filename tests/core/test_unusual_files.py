@@ -236,7 +236,7 @@ def test_names_that_are_no_text(tiny_model: pl.Anatomy, tmp_path: Path) -> None:
     assert b"caf\xe9.png,auto" in (tmp_path / "found.csv").read_bytes()
 
 
-def test_a_run_goes_on_past_a_map_that_is_not_finite(
+def test_a_run_continues_past_a_map_that_is_not_finite(
     tiny_model: pl.Anatomy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos = tmp_path / "photos"

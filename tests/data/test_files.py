@@ -192,7 +192,7 @@ def test_what_is_said_of_one_image_is_said_of_no_other(tmp_path: Path) -> None:
         open_data("files", tmp_path / "set", labels=own)
 
 
-def test_what_is_wrong_is_told_when_it_is_opened(folder: Path) -> None:
+def test_what_is_wrong_is_reported_when_it_is_opened(folder: Path) -> None:
     write(folder / "boxes.csv", HEADER + "a,1,2,3,4\n")
     assert "boxes.csv' has no line for image 'b.jpg'; add one or remove the image" in refused(folder, boxes="boxes.csv")
     write(folder / "boxes.csv", "image,x,y,w,h\na,1,2,3,4\n")
@@ -217,7 +217,7 @@ def test_what_is_wrong_is_told_when_it_is_opened(folder: Path) -> None:
     assert "has no option 'annotations'" in refused(folder, annotations="coco.json")
 
 
-def test_what_is_wrong_with_one_image_is_told_when_it_is_read(folder: Path) -> None:
+def test_what_is_wrong_with_one_image_is_reported_when_it_is_read(folder: Path) -> None:
     write(folder / "boxes.csv", HEADER + "a,1,2,60,4\nb,5,5,5,9\n")
     outside, flat = unreadable(open_data("files", folder, boxes="boxes.csv"))
     assert outside == "a box of 'a.png' is (1, 2, 60, 4), outside its image of 40 x 30"

@@ -58,7 +58,7 @@ def test_lines_are_names_or_indices(content: str, expected: list[int], tmp_path:
         ("# nothing\n\n", "lists no images; write one name or index per line"),
     ],
 )
-def test_what_is_wrong_with_a_list_is_told_with_its_line(content: str, sentence: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_list_is_reported_with_its_line(content: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(PatchlightError) as error:
         read_list(written(tmp_path, content), NAMES)
     assert sentence in str(error.value)

@@ -296,7 +296,7 @@ def test_a_feature_map_stands_for_a_block() -> None:
     torch.testing.assert_close(seen.at(FEATURES, 1)["x"], tokens.detach(), **CLOSE)
 
 
-def test_a_layer_map_that_reads_more_than_it_declares_is_told() -> None:
+def test_a_layer_map_that_reads_more_than_it_declares_is_reported() -> None:
     vit, batch = model()
     for needs, part in (("A", "G"), ("g", "A"), ("x", "y")):
         careless = LayerJob(lambda e, part=part: getattr(e, part), frozenset({needs}), (1,), "mine")
@@ -315,7 +315,7 @@ class Blocked(nn.Module):
         return self.block(*args, **kwargs)
 
 
-def test_a_model_without_gradients_is_told() -> None:
+def test_a_model_without_gradients_is_reported() -> None:
     made = build("vit").model
     made.head = Blocked(made.head)
     vit = pl.wrap(made, name="dammed")
@@ -324,7 +324,7 @@ def test_a_model_without_gradients_is_told() -> None:
     assert run_pass(vit, images(vit, 2), jobs=[job("A", 0)]).at(0)["A"].shape == (2, 4, 17, 17)
 
 
-def test_weights_that_change_on_the_way_are_told() -> None:
+def test_weights_that_change_on_the_way_are_reported() -> None:
     vit = build("vit")
 
     def train(e: Evidence) -> None:

@@ -25,7 +25,7 @@ def test_every_part_is_read_by_its_letter_where_it_is_declared(part: str) -> Non
     assert str(told.value) == f"`mine` reads {part} but declares needs={{'{other}'}}; add '{part}' to needs"
 
 
-def test_what_is_declared_and_not_there_is_told() -> None:
+def test_what_is_declared_and_not_there_is_reported() -> None:
     with pytest.raises(pl.Unsupported, match="`mine` reads u, and block 3 of this model does not expose it"):
         Evidence(Record(3, X), {"u"}, "mine").u  # noqa: B018
 

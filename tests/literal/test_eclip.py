@@ -202,7 +202,7 @@ def test_lambda_lies_between_zero_and_one_on_the_patches() -> None:
     torch.testing.assert_close(spatial.amax(-1), torch.ones(2, 6).double())
 
 
-def test_keys_that_are_alike_are_told() -> None:
+def test_keys_that_are_alike_are_reported() -> None:
     vit = build("vit")
     width = vit.width
     with torch.no_grad():

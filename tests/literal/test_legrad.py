@@ -232,7 +232,7 @@ def test_blocks_and_presets() -> None:
             resolve(f"legrad.{composition}")
 
 
-def test_a_zero_head_is_told() -> None:
+def test_a_zero_head_is_reported() -> None:
     vit = build("vit")
     with torch.no_grad():
         vit.model.head.weight.zero_()  # type: ignore[union-attr,operator]

@@ -207,7 +207,7 @@ def test_evidence_mends_a_bad_prior() -> None:
     assert float(found[400].error.mean()) < float(found[8].error.mean())
 
 
-def test_what_cannot_be_a_prior_is_told() -> None:
+def test_what_cannot_be_a_prior_is_reported() -> None:
     vit = shared("vit")
     batch = images(vit, 1)
     for prior, told in (

@@ -103,7 +103,7 @@ def test_a_factor_changes_nothing_where_interpolation_makes_equal_pixels(
     assert torch.equal(scaled.curve, one.curve)
 
 
-def test_a_model_that_ignores_the_image_is_told_by_its_ties() -> None:
+def test_a_model_that_ignores_the_image_shows_in_its_ties() -> None:
     vit = Linear(torch.zeros(5, 3, 12, 16))
     batch, maps = torch.randn(2, 3, 12, 16, dtype=torch.float64), without_ties(vit)
     found = pl.evaluate(vit, batch, maps, "saco")

@@ -183,7 +183,7 @@ def test_chunks_reach_over_draws_but_not_over_seeds() -> None:
     assert seen == [(3, 0), (2, 1), (1, 1), (2, 2), (1, 2)]
 
 
-def test_maps_alone_cannot_be_explained_anew() -> None:
+def test_maps_alone_cannot_be_explained_again() -> None:
     with pytest.raises(PatchlightError, match="needs a method"):
         sensitivity(torch.randn(3, 4, 4))
 

@@ -63,7 +63,7 @@ def test_every_figure_draws(name: str, vit: pl.Anatomy, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_is_told(name: str) -> None:
+def test_every_figure_is_described(name: str) -> None:
     entry = FIGURES[name]
     which = name.partition("-")[2]
     assert re.fullmatch(r"[a-z]+-([0-9]+|[a-z-]+)", name)
@@ -194,7 +194,7 @@ def test_tensors_and_folders_are_images_too(vit: pl.Anatomy) -> None:
     assert len(folder) == 2
 
 
-def test_unreadable_images_are_left_out_and_told(vit: pl.Anatomy, tmp_path: Path) -> None:
+def test_unreadable_images_are_left_out_and_reported(vit: pl.Anatomy, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"nothing")
     with pytest.warns(UserWarning, match="skipped: .*a.jpg"):
         (drawing,) = seen_by_a_toy(vit, [tmp_path / "a.jpg", PHOTOS[0]], labels=["dog", "cat"])
@@ -208,7 +208,7 @@ def test_unreadable_images_are_left_out_and_told(vit: pl.Anatomy, tmp_path: Path
         seen_by_a_toy(vit, PHOTOS[0], least=2)
 
 
-def test_methods_that_do_not_work_are_left_out_and_told(vit: pl.Anatomy) -> None:
+def test_methods_that_do_not_work_are_left_out_and_reported(vit: pl.Anatomy) -> None:
     from tests import families
 
     swin = families.build("swin")
@@ -281,7 +281,7 @@ def test_a_binary_head_has_two_classes_to_show() -> None:
         ("tis-masks", {"samples": [4], "steps": 2}, "Bands"),
     ],
 )
-def test_intervals_are_told_where_there_are_some(
+def test_intervals_are_reported_where_there_are_some(
     vit: pl.Anatomy, name: str, options: dict[str, Any], what: str
 ) -> None:
     few = noted(draw(name, vit, PHOTOS[:2], progress=False, **options))

@@ -147,7 +147,7 @@ def test_the_sanity_curve_is_the_metrics(vit: pl.Anatomy) -> None:
     assert [tick.get_text() for tick in axes.get_xticklabels()][:3] == ["trained", "head", "norm"]
 
 
-def test_a_mask_that_is_an_artefact_is_told_with_its_scores(vit: pl.Anatomy) -> None:
+def test_a_mask_that_is_an_artefact_is_reported_with_its_scores(vit: pl.Anatomy) -> None:
     fig = draw("vitcx-5", vit, PHOTOS[:1], progress=False)
     told = " ".join(words(fig))
     assert told.count("CI = ") == 2

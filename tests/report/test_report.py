@@ -229,7 +229,7 @@ def test_how_it_was_made_is_there(explained: Explained) -> None:
     assert removal_words("token", "zero") == "the tokens of hidden patches are removed from the model's input"
 
 
-def test_sanity_is_told_where_it_was_asked(explained: Explained) -> None:
+def test_sanity_is_reported_where_it_was_asked(explained: Explained) -> None:
     shown = section_of(replace(explained, sanity={"genatt": 0.9})).maps
     assert "With random weights the map hardly changes" in shown[0].sanity
     assert shown[1].sanity == ""

@@ -278,7 +278,7 @@ def test_results_can_be_carried_elsewhere() -> None:
     assert several.by == "method"
 
 
-def test_progress_is_told_in_whole_images() -> None:
+def test_progress_is_reported_in_whole_images() -> None:
     vit = shared("vit")
     told: list[Any] = []
     pl.compare(vit, images(vit, 3), METHODS, METRICS, batch_size=2, progress=lambda *done: told.append(done))

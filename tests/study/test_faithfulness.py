@@ -206,7 +206,7 @@ def test_outputs_have_no_scale_of_their_own() -> None:
     assert said(1e-4) == said(1.0) == said(1e4)
 
 
-def test_what_the_curves_are_of_is_told() -> None:
+def test_the_quantity_of_the_curves_is_named() -> None:
     vit = pl.load("pocket", head=pl.heads.Similar([pocket.PHOTOS / "dog.jpg"]))
     trial = Trial(vit, vit.batch(CAT), Targets(torch.tensor([[0]])), steps=2, randoms=2)
     ((_, cosine),) = vit.predict(CAT)[0]
@@ -215,7 +215,7 @@ def test_what_the_curves_are_of_is_told() -> None:
     assert Trial(pl.load("pocket"), vit.batch(CAT), trial.targets).quantity == "probability"
 
 
-def test_sanity_is_told_in_words() -> None:
+def test_sanity_is_described_in_words() -> None:
     assert sanity_words(0.1).startswith("Depends on what the model has learnt")
     assert "changes only in part (similarity 0.50)" in sanity_words(0.5)
     assert "hardly changes (similarity 0.90)" in sanity_words(0.9)

@@ -231,7 +231,7 @@ def test_nothing_beats_random_on_random_weights(seed: int, classes: int) -> None
     assert "hardly depends on the image" in str(verdict)
 
 
-def test_unreadable_images_are_left_out_and_told(tmp_path: Path) -> None:
+def test_unreadable_images_are_left_out_and_reported(tmp_path: Path) -> None:
     for i, one in enumerate(images(7)):
         Image.fromarray((one.permute(1, 2, 0).clamp(0, 1) * 255).byte().numpy()).save(tmp_path / f"{i}.png")
     (tmp_path / "broken.png").write_bytes(b"no image")

@@ -49,7 +49,7 @@ def test_every_formula_is_mathml(kind: str, name: str) -> None:
         assert element.tag in ("mi", "mn", "mo", "mtext", "annotation") or "\\" not in (element.text or ""), name
 
 
-def test_symbols_of_all_pages_are_told() -> None:
+def test_symbols_of_all_pages_are_reported() -> None:
     told = formulas.symbols()
     assert told.startswith("## Symbols\n")
     assert told.count("<tr>") == len(formulas.known()["symbols"])

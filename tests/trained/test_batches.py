@@ -47,7 +47,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_loader_that_cannot_be_counted_is_told() -> None:
+def test_a_loader_that_cannot_be_counted_is_reported() -> None:
     class Endless:
         def __iter__(self) -> Any:
             while True:

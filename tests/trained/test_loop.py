@@ -87,7 +87,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights_and_numbers(tmp_path: 
     assert {k: v for k, v in again.items() if k != "seconds"} == {k: v for k, v in last.items() if k != "seconds"}
 
 
-def test_a_run_that_is_done_is_left_and_a_longer_one_goes_on(tmp_path: Path) -> None:
+def test_a_finished_run_is_left_and_a_longer_one_continues(tmp_path: Path) -> None:
     first, last = teach(settings(), tmp_path)
     again, same_last = teach(settings(), tmp_path)
     assert same(first, again)
@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(tmp_path: Path) -
         assert all(bool(file.get_tensor(key).isfinite().all()) for key in file.keys())  # noqa: SIM118
 
 
-def test_a_loader_that_is_spent_is_told() -> None:
+def test_a_loader_that_is_spent_is_reported() -> None:
     class Once:
         def __init__(self) -> None:
             self.some = iter([pictures(4)] * 3)
@@ -130,7 +130,7 @@ def test_a_loader_that_is_spent_is_told() -> None:
         teach(settings(), loader=Once())
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_any_step(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before_any_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PatchlightError, match="is not a folder"):
         teach(settings(), tmp_path / "file" / "run", loader=[])
@@ -142,7 +142,7 @@ def test_tensorboard_files_are_written(tmp_path: Path) -> None:
     assert list(tmp_path.glob("events.out.*"))
 
 
-def test_a_learner_must_say_how_it_goes_on() -> None:
+def test_a_learner_must_define_how_it_resumes() -> None:
     class Forgetful(Learner[Told]):
         def step(self, batch: Any, index: int) -> Tensor:
             return torch.zeros(1)

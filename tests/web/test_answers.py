@@ -72,7 +72,7 @@ def test_an_upload_is_what_the_file_is(client: TestClient) -> None:
     assert again.json()["id"] == sent.json()["id"]
 
 
-def test_json_without_its_type_is_told_what_is_missing(client: TestClient) -> None:
+def test_the_refusal_of_json_without_its_type_says_what_is_missing(client: TestClient) -> None:
     answer = client.post("/api/predict", content=b'{"image": "cat"}')
     assert answer.status_code == 422
     assert "Content-Type: application/json" in answer.json()["error"]
@@ -147,7 +147,7 @@ def test_what_a_stranger_may_not_say(client: TestClient, method: str, settings: 
     assert words in told["error"]
 
 
-def test_settings_that_were_told_can_be_asked_for(client: TestClient) -> None:
+def test_settings_of_an_answer_can_be_requested(client: TestClient) -> None:
     first = post(client, "explain", image="cat", methods=[{"name": "gradcam"}], wait=60)["maps"][0]
     assert first["settings"]["layer"] == "blocks[-1].norm1"
     methods = [{"name": "gradcam", "settings": first["settings"]}]
@@ -279,7 +279,7 @@ def test_other_models_say_what_they_lack(family: str) -> None:
     service.close()
 
 
-def test_what_cannot_be_tested_is_told_before_any_map_is_made() -> None:
+def test_what_cannot_be_tested_is_reported_before_any_map_is_made() -> None:
     service = ModelService(build("reg4-gap"))
     with TestClient(guarded(service), base_url="http://localhost") as client:
         asked = {"image": "cat", "methods": [{"name": "ixg"}], "unit": "token", "wait": 60}

@@ -106,7 +106,7 @@ def test_a_report_says_the_command_that_makes_it(client: TestClient) -> None:
     assert "<h3>Command</h3>" not in other, "the command line removes no tokens in its test"
 
 
-def test_what_gives_no_map_is_told(client: TestClient) -> None:
+def test_what_gives_no_map_is_reported(client: TestClient) -> None:
     told = job(client, kind="png", methods=[{"name": "genatt", "settings": {"start": 99}}])
     assert (told["state"], told["file"]) == ("failed", None)
     assert "block 99 does not exist" in told["error"]

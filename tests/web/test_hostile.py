@@ -384,7 +384,7 @@ def test_odd_json_is_refused_in_a_sentence(client: httpx.Client, route: str, nam
     refused(answer, 400, 404, 413, 422)
 
 
-def test_a_setting_that_is_no_number_is_told_in_a_sentence(client: httpx.Client) -> None:
+def test_a_setting_that_is_no_number_is_reported_in_a_sentence(client: httpx.Client) -> None:
     """JSON has no NaN, but many write it."""
     for value in ("NaN", "Infinity", "1e400", "-1", '"x"'):
         body = f'{{"image": "cat", "methods": [{{"name": "rise", "settings": {{"keep": {value}}}}}], "wait": 30}}'
@@ -623,7 +623,7 @@ def test_who_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == 0
 
 
-def test_without_the_token_nothing_is_told(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_the_token_nothing_is_revealed(closed: str, capfd: pytest.CaptureFixture[str]) -> None:
     routes = ("/api/model", "/api/methods", "/api/images/cat", "/api/jobs/x", "/api/jobs/x/events", "/api/openapi.json")
     words = [
         "Bearer",

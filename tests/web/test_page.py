@@ -230,7 +230,7 @@ def test_a_first_visit(opened: Opened, server: Server) -> None:
         assert serious(visit.page) == []
 
 
-def test_a_bad_file_is_told_in_a_sentence(opened: Opened) -> None:
+def test_a_bad_file_is_reported_in_a_sentence(opened: Opened) -> None:
     """And the page goes on; an own picture then works."""
     with opened(expected=("400", "415", "422")) as visit:
         ready(visit)
@@ -863,7 +863,7 @@ def beside(site: ModelService, **options: Any) -> Iterator[str]:
 
 
 @pytest.mark.page
-def test_a_server_that_is_gone_is_told(browser: Browser) -> None:
+def test_a_server_that_is_gone_is_reported(browser: Browser) -> None:
     with beside(ModelService(pl.load("pocket"))) as url, visiting(browser, url) as visit:
         ready(visit.open("/#methods=genatt"))
         visit.page.route("**/api/**", lambda route: route.abort())

@@ -85,7 +85,7 @@ def test_a_model_that_was_trained_is_shown_as_it_is_now() -> None:
 
 
 @pytest.mark.parametrize("kind", ["path", "text", "picture"])
-def test_images_of_ones_own(vit: pl.Anatomy, kind: str, tmp_path: Path) -> None:
+def test_images_of_the_user(vit: pl.Anatomy, kind: str, tmp_path: Path) -> None:
     picture = noise(70, 90)
     picture.save(tmp_path / "<mine>.png")
     given: dict[str, Any] = {"path": tmp_path / "<mine>.png", "text": str(tmp_path / "<mine>.png"), "picture": picture}

@@ -34,7 +34,7 @@ def learner(**changes: Any) -> GateLearner:
     return GateLearner(vit, batches(), DiffMaskSettings(**{**QUICK, **changes}), Devices(vit))
 
 
-def test_steps_are_told() -> None:
+def test_steps_are_reported() -> None:
     told: list[tuple[int, int | None]] = []
     settings = DiffMaskSettings(**{**QUICK, "steps": 3})
     pl.diffmask.train(toy(), batches(), settings, progress=lambda *done: told.append(done))
@@ -134,7 +134,7 @@ def test_gates_and_packages_that_do_not_fit_are_refused(monkeypatch: pytest.Monk
         pl.diffmask.train(toy(), batches(), DiffMaskSettings(**QUICK))
 
 
-def test_a_last_calibration_that_keeps_everything_is_told() -> None:
+def test_a_last_calibration_that_keeps_everything_is_reported() -> None:
     long = {**QUICK, "steps": 200, "warmup": 0, "log_every": 200, "calibrate": None, "gate_rate": 1e-9, "restarts": 0}
     with pytest.warns(TrainingWarning, match="must be kept to hold"):
         pl.diffmask.train(toy(), batches(), DiffMaskSettings(beta=1.0, margin=1e-7, **long))

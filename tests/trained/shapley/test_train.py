@@ -20,7 +20,7 @@ from tests.trained.toys import batches, pictures, toy
 QUICK = SHAPLEY.quick
 
 
-def test_both_stages_are_told() -> None:
+def test_both_stages_are_reported() -> None:
     told: list[Any] = []
     sh = pl.shapley.train(toy(), batches(), ShapleySettings(**QUICK), told.append, held_out=batches(8))
     kinds = [type(now) for now in told]
