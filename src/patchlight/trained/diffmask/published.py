@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +43,14 @@ def import_gates(file: str | Path, vit: Anatomy, alpha: float | None = None) -> 
         raise Unsupported(f"{vit.name} cannot have gates: {reason}")
     if not path.is_file():
         raise PatchlightError(f"'{path}' does not exist")
-    checkpoint = (_read_safetensors if path.suffix == ".safetensors" else _read_zip)(path)
-    alpha = checkpoint.alpha if alpha is None else alpha
+    tensors, scale = (_read_safetensors if path.suffix == ".safetensors" else _read_zip)(path)
+    alpha = _number(scale) if alpha is None else alpha
     if alpha is None or not (math.isfinite(alpha) and alpha > 0):
         raise PatchlightError(f"'{path}' does not contain the scale of its gates (mul_activation); give it as alpha")
     gates = new_gates(vit, alpha=alpha)
-    gates.load_state_dict(_gates(checkpoint, vit, path))
-    return DiffMask.of(gates, vit, imported={"file": path.name, "alpha": alpha, "multipliers": checkpoint.multipliers})
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The tensors of a file (shapes, and a function that reads one) and two of its hyper-parameters."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], Tensor]
-    alpha: float | None
-    multipliers: list[float]
+    gates.load_state_dict(_gates(tensors, vit, path))
+    imported = {"file": path.name, "alpha": alpha, "multipliers": _multipliers(tensors)}
+    return DiffMask.of(gates, vit, imported=imported)
 
 
 def layout(gates: int, width: int) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
@@ -81,12 +71,12 @@ def layout(gates: int, width: int) -> dict[str, tuple[str, int | None, tuple[int
     return {**each, "gate.placeholder": ("baseline", None, (1, 1, width))}
 
 
-def _gates(checkpoint: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor]:
+def _gates(tensors: Mapping[str, Tensor], vit: Anatomy, path: Path) -> dict[str, Tensor]:
     """The state of `Gates` from a checkpoint, after a check of all names and shapes."""
     count = vit.depth + 2
     shapes = layout(count, vit.width)
-    gates = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in checkpoint.shapes)
-    missing = [name for name in shapes if name not in checkpoint.shapes]
+    gates = sum(name.startswith("gate.g_hat.") and name.endswith(".add_activation") for name in tensors)
+    missing = [name for name in shapes if name not in tensors]
     if missing or gates != count:
         have = f"it has {gates} gates" if gates else "it has no gates"
         raise PatchlightError(
@@ -94,12 +84,12 @@ def _gates(checkpoint: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor
             + (f", and '{missing[0]}' is missing" if missing and gates else "")
         )
     for name, (_, _, shape) in shapes.items():
-        stored = list(checkpoint.shapes[name])
+        stored = list(tensors[name].shape)
         if stored != list(shape):
             raise PatchlightError(f"'{path}' does not fit {vit.name}: '{name}' has shape {stored}, not {list(shape)}")
     ours = {name: value.clone() for name, value in new_gates(vit).cpu().state_dict().items()}
     for name, (mine, gate, _) in shapes.items():
-        value = checkpoint.read(name).float()
+        value = tensors[name].float()
         if not bool(value.isfinite().all()):
             raise PatchlightError(f"'{path}' is damaged: '{name}' has values that are not finite")
         place = ours[mine] if gate is None else ours[mine][gate]
@@ -107,22 +97,16 @@ def _gates(checkpoint: Checkpoint, vit: Anatomy, path: Path) -> dict[str, Tensor
     return ours
 
 
-def _read_safetensors(path: Path) -> Checkpoint:
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a file, and the scale of its gates if it has one."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             scale = (file.metadata() or {}).get("mul_activation")
+            return {name: file.get_tensor(name) for name in file.keys()}, scale  # noqa: SIM118
     except SafetensorError as error:
         raise PatchlightError(f"'{path}' is damaged: {str(error).splitlines()[0]}") from error
-
-    def read(name: str) -> Tensor:
-        with safe_open(path, "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    return Checkpoint(shapes, read, _number(scale), _multipliers(shapes, read))
 
 
 def _number(value: Any) -> float | None:
@@ -132,10 +116,10 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _multipliers(shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> list[float]:
+def _multipliers(tensors: Mapping[str, Tensor]) -> list[float]:
     """The Lagrange multipliers at the end of the training, which the authors' code calls alpha."""
-    names = (f"alpha.{i}" for i in range(len(shapes)))
-    return [value for name in names if shapes.get(name) == () and math.isfinite(value := float(read(name)))]
+    values = (tensors.get(f"alpha.{i}") for i in range(len(tensors)))
+    return [float(value) for value in values if value is not None and value.ndim == 0 and value.isfinite()]
 
 
 class _Inert:
@@ -148,7 +132,8 @@ class _Inert:
         """Ignore everything."""
 
 
-def _read_zip(path: Path) -> Checkpoint:
+def _read_zip(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """The same of a zip file of torch.save."""
     try:
         _check_records(path)
         names = get_unsafe_globals_in_checkpoint(path)
@@ -171,10 +156,9 @@ def _read_zip(path: Path) -> Checkpoint:
         raise PatchlightError(f"'{path}' does not contain a state_dict")
     state, settings = content.get("state_dict", content), content.get("hyper_parameters")
     items = state.items() if isinstance(state, dict) else ()
-    tensors = {k: v for k, v in items if isinstance(v, Tensor) and v.is_floating_point() and v.layout == torch.strided}
-    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-    alpha = _number(settings.get("mul_activation")) if isinstance(settings, dict) else None
-    return Checkpoint(shapes, tensors.__getitem__, alpha, _multipliers(shapes, tensors.__getitem__))
+    some = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors = {k: v for k, v in some.items() if v.is_floating_point() and v.layout == torch.strided}
+    return tensors, settings.get("mul_activation") if isinstance(settings, dict) else None
 
 
 def _check_records(path: Path) -> None:
