@@ -52,4 +52,4 @@ def _run(images: Path, out: Path, log: Path, options: RunOptions | None, seconds
         except PatchlightError as error:
             say(event="error", error=str(error))
             raise SystemExit(2) from error
-    os._exit(PREEMPTED if stop.requested.is_set() else 0)
+    os._exit(PREEMPTED if stop.is_set() else 0)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from patchlight.bench import executors, local
-from patchlight.bench.local import Cutter, RunOptions, Stop, run
+from patchlight.bench.local import Cutter, RunOptions, run
 from patchlight.bench.plan import WHOLE, Shard, plan
 from patchlight.bench.recipe import override, parse
 from patchlight.bench.store import Store
@@ -59,9 +60,9 @@ if __name__ == "__main__":
 """
 
 
-def requested_stop() -> Stop:
-    stop = Stop()
-    stop.requested.set()
+def requested_stop() -> threading.Event:
+    stop = threading.Event()
+    stop.set()
     return stop
 
 
@@ -172,8 +173,8 @@ def test_a_first_unit_that_failed_says_nothing_about_the_others(tmp_path: Path) 
 
 
 def test_a_run_that_is_asked_to_stop_does_and_resumes(images: Path, tmp_path: Path, whole: Path) -> None:
-    stop = Stop()
-    summary = run(recipe(images), tmp_path / "run", stop=stop, listen=lambda event: stop.requested.set())
+    stop = threading.Event()
+    summary = run(recipe(images), tmp_path / "run", stop=stop, listen=lambda event: stop.set())
     assert (summary.now, summary.left) == (0, 48)
     assert run(recipe(images), tmp_path / "run", RunOptions(shard=Shard(1, 6)), requested_stop()).left == 8
     log = tmp_path / "log.txt"

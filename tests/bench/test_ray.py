@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 import patchlight
 from patchlight.bench import local
 from patchlight.bench.events import Event, UnitEnd, UnitStart
-from patchlight.bench.local import RunOptions, Stop, Summary, run
+from patchlight.bench.local import RunOptions, Summary, run
 from patchlight.bench.recipe import Recipe, parse
 from patchlight.bench.store import Store
 from patchlight.core.errors import PatchlightError
@@ -109,7 +110,7 @@ def with_method(label: str, method: str, folder: Path) -> str:
     return text(folder).replace("[methods]", f'[methods]\n{label} = "{method}"')
 
 
-def run_ray(recipe: Recipe, out: Path, address: str, stop: Stop | None = None, **options: Any) -> Summary:
+def run_ray(recipe: Recipe, out: Path, address: str, stop: threading.Event | None = None, **options: Any) -> Summary:
     listen = options.pop("listen", lambda event: None)
     return run(recipe, out, RunOptions(ray=address, **options), stop, listen)
 
@@ -168,13 +169,13 @@ def test_a_cluster_without_nodes_is_not_waited_for_for_ever(
 ) -> None:
     from patchlight.bench import ray as room
 
-    stop, looks = Stop(), 0
+    stop, looks = threading.Event(), 0
 
     def room_of(cluster: Any) -> int:
         nonlocal looks
         looks += 1
         if looks > 40:
-            stop.requested.set()
+            stop.set()
         return int(looks == 1)
 
     monkeypatch.setattr(room.Cluster, "room", room_of)
@@ -190,8 +191,8 @@ def test_threads_of_a_run_begun_elsewhere_are_named(tmp_path: Path, cluster: Any
     threads = torch.get_num_threads()
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
-        stop = Stop()
-        stop.requested.set()
+        stop = threading.Event()
+        stop.set()
         run(chosen, tmp_path / "run", RunOptions(threads=2), stop)
         told = "the run was started with 2 threads, but no node of the Ray cluster has 2 CPUs, .*; use another --out"
         with pytest.raises(PatchlightError, match=told):
@@ -331,8 +332,8 @@ def test_what_a_node_cannot_read_is_told_with_its_name(tmp_path: Path, cluster: 
 
 @pytest.mark.slow
 def test_tasks_have_as_many_threads_as_every_node_has_room_for(tmp_path: Path) -> None:
-    stop, threads = Stop(), torch.get_num_threads()
-    stop.requested.set()
+    stop, threads = threading.Event(), torch.get_num_threads()
+    stop.set()
     chosen = parse(text(pictures(tmp_path / "images", 1)))
     try:
         with cluster_of(8, 3) as cluster:

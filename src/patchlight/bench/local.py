@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +91,6 @@ class Summary:
     notes: tuple[str, ...]
 
 
-@dataclass
-class Stop:
-    """A request to stop: units in flight are finished, and no other unit is started."""
-
-    requested: threading.Event = field(default_factory=threading.Event)
-
-
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that is ready to work: its store, plan and resources, and notes on what changed."""
@@ -112,7 +105,7 @@ def run(
     recipe: Recipe,
     out: str | Path,
     options: RunOptions | None = None,
-    stop: Stop | None = None,
+    stop: threading.Event | None = None,
     listen: Listener = lambda event: None,
 ) -> Summary:
     """Run the missing values of a recipe; an interrupted run resumes where it stopped.
@@ -124,10 +117,10 @@ def run(
         recipe: What to measure.
         out: The run folder.
         options: How to run it.
-        stop: Lets another thread stop the run.
+        stop: Set by another thread to stop the run: units in flight are finished, and no other unit is started.
         listen: Called with every event.
     """
-    options, stop, store = options or RunOptions(), stop or Stop(), Store(out)
+    options, stop, store = options or RunOptions(), stop or threading.Event(), Store(out)
     if options.ray is not None:
         from patchlight.bench.ray import run_on_cluster
 
@@ -192,7 +185,9 @@ class Flight:
     deaths: int = 0
 
 
-def work(prepared: PreparedRun, options: RunOptions, executor: Executor, stop: Stop, listen: Listener) -> Summary:
+def work(
+    prepared: PreparedRun, options: RunOptions, executor: Executor, stop: threading.Event, listen: Listener
+) -> Summary:
     """Run all units of the shard on the executor and store their results, until all are done or the run is stopped."""
     store, planned = prepared.store, prepared.plan
     cutter = Cutter(planned, options.shard, store.units(planned))
@@ -208,15 +203,15 @@ def work(prepared: PreparedRun, options: RunOptions, executor: Executor, stop: S
     folder = store.folder_of(options.shard)
     try:
         while True:
-            while not stop.requested.is_set() and len(flying) < (slots := executor.slots):
+            while not stop.is_set() and len(flying) < (slots := executor.slots):
                 flight = again.pop() if again else _next(cutter, slots, store, options.retry, listen)
                 if flight is None:
                     break
                 flying[_submitted(flight, executor)] = flight
-            if not flying and (stop.requested.is_set() or not (again or cutter.left)):
+            if not flying and (stop.is_set() or not (again or cutter.left)):
                 break
             if not flying:  # no worker is available
-                stop.requested.wait(PAUSE)
+                stop.wait(PAUSE)
             for future in wait(flying, PAUSE, FIRST_COMPLETED).done:
                 flight = flying.pop(future)
                 try:
@@ -396,16 +391,16 @@ def _manifest(
 
 
 @contextlib.contextmanager
-def preemptible() -> Iterator[Stop]:
-    """A `Stop` that SIGTERM sets. The process exits after the units in flight, or after `GRACE` seconds."""
-    stop = Stop()
+def preemptible() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets. The process exits after the units in flight, or after `GRACE` seconds."""
+    stop = threading.Event()
     timer = threading.Timer(GRACE, os._exit, (PREEMPTED,))
     timer.daemon = True
 
     def request_stop(*signals: Any) -> None:
-        if not stop.requested.is_set():
+        if not stop.is_set():
             timer.start()
-            stop.requested.set()
+            stop.set()
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield stop

@@ -28,7 +28,7 @@ import torch
 from patchlight import __version__
 from patchlight.bench.events import Listener
 from patchlight.bench.executors import Finished, WorkerDied, worker_job
-from patchlight.bench.local import PAUSE, PreparedRun, RunOptions, Stop, Summary, prepare_run, work
+from patchlight.bench.local import PAUSE, PreparedRun, RunOptions, Summary, prepare_run, work
 from patchlight.bench.plan import Unit, load_model, source_digest
 from patchlight.bench.recipe import Recipe
 from patchlight.bench.rows import KnownValues
@@ -52,7 +52,9 @@ PATIENCE = 60.0
 """Seconds for which the cluster may have no node that can run a task, for example while nodes are replaced."""
 
 
-def run_on_cluster(recipe: Recipe, store: Store, options: RunOptions, stop: Stop, listen: Listener) -> Summary:
+def run_on_cluster(
+    recipe: Recipe, store: Store, options: RunOptions, stop: threading.Event, listen: Listener
+) -> Summary:
     """Run a recipe on the cluster at `options.ray`; with a CUDA device, each task has one GPU."""
     device = "cuda" if options.device.startswith("cuda") else options.device
     with connect_to(options.ray or "auto"):

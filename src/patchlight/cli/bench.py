@@ -75,7 +75,7 @@ def run(
         _print_summary(summary, out)
         if source is not None:
             explain_unused(source, out, summary)
-    if stop.requested.is_set() and summary.left:
+    if stop.is_set() and summary.left:
         raise typer.Exit(PREEMPTED)
     if summary.failures:
         raise typer.Exit(SOME_FAILED)

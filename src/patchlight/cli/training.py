@@ -157,13 +157,12 @@ def counting(
 
         changes = read_settings(["train"], settings or [])["train"]
         task = CountingTask(size, preset or "default", seed, device, distractors, grids, changes)
-        result = run(out, task, lambda words: update(description=words), _watch(update))
-    rows = result.rows
+        rows, explainer = run(out, task, lambda words: update(description=words), _watch(update))
     if as_json:
         print_json([{**asdict(row), "exact": row.exact} for row in rows])
     else:
         show_text(table(rows))
-    if words := _restarts(result.explainer.about["result"]):
+    if words := _restarts(explainer.about["result"]):
         say("DiffMask" + words.replace(";", "", 1))
     if rows[0].exact < ENOUGH:
         say(f"DiffMask is exact on {rows[0].exact:.1%} of the grids, fewer than {ENOUGH:.0%}")

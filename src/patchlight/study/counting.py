@@ -221,20 +221,12 @@ class CountingTask:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CountingResult:
-    """The exactness of each method, DiffMask first, and the explainer."""
-
-    rows: list[Exactness]
-    explainer: DiffMask
-
-
 def run(
     out: str | Path,
     task: CountingTask | None = None,
     report: Callable[[str], None] = lambda words: None,
     callback: Callback | None = None,
-) -> CountingResult:
+) -> tuple[list[Exactness], DiffMask]:
     """Train the ViT and DiffMask, and score all methods on held-out grids.
 
     Args:
@@ -242,6 +234,9 @@ def run(
         task: The settings; by default `CountingTask()`.
         report: Called with a line about each stage.
         callback: Called with the `DiffMaskProgress` of the gates.
+
+    Returns:
+        The exactness of each method, DiffMask first, and the explainer.
     """
     from safetensors.torch import save
 
@@ -265,7 +260,7 @@ def run(
     rows = judge_methods(vit, explainer, held_out, seed, lambda name: report(f"scoring {name}"))
     write_atomic(out / "verdicts.json", json.dumps([asdict(r) for r in rows], indent=1).encode() + b"\n")
     write_atomic(out / "verdicts.md", table(rows).encode())
-    return CountingResult(rows, explainer)
+    return rows, explainer
 
 
 def table(rows: list[Exactness]) -> str:
