@@ -36,24 +36,20 @@ class Task:
     Attributes:
         classes: The names of its answers.
         signs: The signs that decide it; nothing else does.
-        cause: What decides it, in words.
     """
 
     classes: tuple[str, ...]
     signs: tuple[int, ...]
-    cause: str
 
 
 TASKS: dict[str, Task] = {
-    "count": Task(("0", "1", "2", "3"), DOTS, "how many dots there are"),
-    "mosaic": Task(KINDS, (WARM, COLD), "which textures there are; one of the two is explained"),
-    "shortcut": Task(KINDS, (WATERMARK,), "the texture of the warm tile, which a watermark gave away in training"),
-    "position": Task(
-        ("top left", "top right", "bottom left", "bottom right"), (WARM,), "in which quarter the warm tile is"
-    ),
-    "either": Task(("neither", "plus or ring"), (PLUS, RING), "whether there is a plus or a ring; both are there"),
-    "both": Task(("not both", "plus and ring"), (PLUS, RING), "whether there are a plus and a ring"),
-    "distractor": Task(KINDS, (WARM,), "the texture of the warm tile, beside a cold tile with a texture of its own"),
+    "count": Task(("0", "1", "2", "3"), DOTS),  # how many dots there are
+    "mosaic": Task(KINDS, (WARM, COLD)),  # the textures of the tiles; one of the two is explained
+    "shortcut": Task(KINDS, (WATERMARK,)),  # the texture of the warm tile, which the watermark gave away in training
+    "position": Task(("top left", "top right", "bottom left", "bottom right"), (WARM,)),  # quarter of the warm tile
+    "either": Task(("neither", "plus or ring"), (PLUS, RING)),  # whether there is one of them; both are there
+    "both": Task(("not both", "plus and ring"), (PLUS, RING)),
+    "distractor": Task(KINDS, (WARM,)),  # the texture of the warm tile, beside a cold tile with a texture of its own
 }
 
 
