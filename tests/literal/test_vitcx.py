@@ -305,12 +305,8 @@ def test_random_masks_of_the_second_variant() -> None:
     torch.testing.assert_close(found, rise, atol=1e-9, rtol=0)
 
 
-def test_settings_are_checked() -> None:
-    swin = shared("swin")
-    assert "no blocks" in str(refusal(resolve("vit-cx", {"layer": "blocks[0].norm1"}), swin))
-    for wrong in ({"distance": 0.0}, {"sigma": -1.0}, {"variant": 6}, {"samples": 0}):
-        with pytest.raises(pl.PatchlightError, match="is not valid"):
-            resolve("vit-cx", wrong)
+def test_a_block_of_a_model_without_blocks_is_refused() -> None:
+    assert "no blocks" in str(refusal(resolve("vit-cx", {"layer": "blocks[0].norm1"}), shared("swin")))
 
 
 @pytest.mark.parametrize("table", ["vitcx-table-1", "vitcx-table-2"])
