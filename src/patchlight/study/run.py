@@ -251,6 +251,32 @@ def study_batch(
     return BatchStudy(batch, target, explained, evaluations)
 
 
+def cells(
+    vit: Anatomy,
+    batch: Batch,
+    methods: Sequence[Request],
+    metrics: Sequence[MetricRequest],
+    *,
+    target: Tensor | None = None,
+    seed: int = 0,
+) -> Iterator[Cell]:
+    """Explain a batch with every method, measure the maps with every metric, and yield a cell for each.
+
+    Methods that share a pass run together, or one by one if that fails. Constant maps are noted, and maps that are not
+    finite are errors.
+
+    Args:
+        vit: The opened model.
+        batch: Images with their names and annotations.
+        methods: The methods.
+        metrics: The metrics.
+        target: The class [B] of each image; by default the prediction.
+        seed: Random seed.
+    """
+    plan = [(method, metrics) for method in methods]
+    return study_batch(vit, batch, plan, target=target, seed=seed).cells()
+
+
 @dataclass(frozen=True)
 class MeasureOptions:
     """How maps are measured.
