@@ -244,6 +244,8 @@ def _lens(question: ResolvedQuestion) -> tuple[list[schemas.BlockResult] | None,
     vit = question.vit
     if vit.hierarchical or vit.depth == 0:
         return None, f"The head of {vit.name} reads only its last stage."
+    if len(vit.reads) > 1:
+        return None, f"{vit.name} reads the tokens of several blocks, so it cannot end after one of them."
     logits = []
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
         tokens = vit.embed(question.image.tensor)
