@@ -129,7 +129,7 @@ def test_methods_keep_their_contract(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["rf", "lw", "two-stage"])
 def test_a_query_that_is_selected_again_is_refused_on_changed_images(name: str) -> None:
     vit, images = detectors.opened(name), detectors.images(name)
-    with pytest.raises(PatchlightError, match=r"chosen anew for every image, .* score='match' works"):
+    with pytest.raises(PatchlightError, match=r"selected again for every image, .* score='match' works"):
         pl.explain(vit, images, "rise", head=pl.heads.Box(score="class"), samples=8)
     att = pl.explain(vit, images, "rise", head=pl.heads.Box(), samples=8)
     assert att.scores.any()
@@ -144,7 +144,7 @@ def test_a_query_that_is_selected_again_is_refused_on_changed_images(name: str) 
     ("name", "words"),
     [
         ("rt", r"reads the image beside its tokens \(other scales of its backbone\)"),
-        ("deformable", "deformable attention looks at points between cells, so it has no rows"),
+        ("deformable", "deformable attention samples points between cells, so it has no attention rows"),
     ],
 )
 def test_detectors_that_read_several_maps_are_opened_at_the_first(name: str, words: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,7 +146,7 @@ def test_the_states_read_and_the_parts(kind: str) -> None:
         whole = vit.model_output(images)
         torch.testing.assert_close(vit.readout(vit.run(vit.embed(images))), whole, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(whole, vit.model_output(torch.zeros_like(images)), atol=1e-5)
-    with pytest.raises(Unsupported, match="reads a whole grid, so no patch can be taken out"):
+    with pytest.raises(Unsupported, match="needs the complete grid, so tokens cannot be removed"):
         vit.check_droppable()
 
 
@@ -312,14 +314,14 @@ def test_eomt_is_opened_at_the_blocks_that_have_its_queries() -> None:
     assert (vit.depth, vit.prefix, vit.grid) == (2, 9, (4, 4))
     masked: Any = _drawn(EOMT)
     masked.attn_mask_probs.fill_(0.5)
-    with pytest.raises(Unsupported, match="EoMT still masks attention by its own predictions"):
+    with pytest.raises(Unsupported, match="EoMT still masks attention with its predictions"):
         pl.wrap(masked, preprocess=pl.Preprocess((64, 64)))
 
 
 @pytest.mark.parametrize("kind", [DPT, EOMT, "SegformerForSemanticSegmentation"])
 def test_no_patch_is_taken_out_of_a_grid(kind: str) -> None:
     """DPT itself would silently take nine of sixteen patches for a smaller picture."""
-    with pytest.raises(Unsupported, match=r"reads a whole grid, so no patch can be taken out; pixels can be filled"):
+    with pytest.raises(Unsupported, match="needs the complete grid, so tokens cannot be removed; methods that fill"):
         pl.explain(opened(kind), inputs(opened(kind)), "tis")
 
 
@@ -367,7 +369,7 @@ def test_what_cannot_be_protected() -> None:
     with pytest.raises(Unsupported, match="protect=True keeps the object of a question about a box"):
         pl.evaluate(pl.load("pocket"), torch.zeros(1, 3, 32, 32), "random", "deletion", protect=True)
     depth = opened(DEPTH)
-    with pytest.raises(PatchlightError, match="is about the whole image here; give it a region"):
+    with pytest.raises(PatchlightError, match="explains the complete image here; give a region"):
         pl.evaluate(depth, inputs(depth), "ixg", "energy-pointing", head=pl.heads.Region())
 
 
@@ -437,12 +439,21 @@ def test_models_that_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [DPT, SAM])
-def test_a_saved_folder_opens(kind: str, tmp_path: Any) -> None:
+def test_a_saved_folder_opens(kind: str, tmp_path: Path) -> None:
     _drawn(kind).save_pretrained(tmp_path)  # type: ignore[operator]
     vit = pl.load(f"hf:{tmp_path}", preprocess=pl.Preprocess((64, 64)))
     images = inputs(vit)
     with vit.steady(), torch.no_grad():
         torch.testing.assert_close(vit.model_output(images), opened(kind).model_output(images))
+
+
+def test_sam2_is_published_as_a_model_for_videos(tmp_path: Path) -> None:
+    _drawn("Sam2Model").save_pretrained(tmp_path)  # type: ignore[operator]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["Sam2VideoModel"], "model_type": "sam2_video"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    vit = pl.load(f"hf:{tmp_path}", preprocess=pl.Preprocess((64, 64)))
+    assert (type(vit.model).__name__, vit.reads) == ("Sam2Model", MODELS["Sam2Model"][1])
 
 
 def test_the_bundled_segmenter() -> None:

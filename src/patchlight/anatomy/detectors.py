@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,21 +60,8 @@ class Detection:
         return f"{self.label} {self.score:.2f} at {' '.join(f'{side:.0f}' for side in self.box)}"
 
 
-class Detections(Sequence[Detection]):
-    """The detections of an image, the surest first; prints as a table."""
-
-    def __init__(self, found: Sequence[Detection]) -> None:
-        self.found = tuple(found)
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    @overload
-    def __getitem__(self, index: int) -> Detection: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Detection]: ...
-    def __getitem__(self, index: int | slice) -> Detection | Sequence[Detection]:
-        return self.found[index]
+class Detections(tuple[Detection, ...]):
+    """The detections of an image, highest score first; prints as a table."""
 
     def __str__(self) -> str:
         rows = [(str(i), d.label, f"{d.score:.2f}", *(f"{side:.0f}" for side in d.box)) for i, d in enumerate(self)]
@@ -98,9 +85,9 @@ class Detector(TaskAnatomy):
     softmax = False
     selects = False
 
-    def __init__(self, model: Any, labels: Sequence[str] | None = None, **about: Any) -> None:
+    def __init__(self, model: Any, labels: Sequence[str] | None = None, **overrides: Any) -> None:
         self.class_names = names_of(model, labels)
-        super().__init__(model, **about)
+        super().__init__(model, **overrides)
 
     def class_logits(self, output: Any) -> Tensor:
         """The logits [B,Q,C(+1)] of an output."""
@@ -111,7 +98,7 @@ class Detector(TaskAnatomy):
         return torch.cat([self.class_logits(out).flatten(1), out.pred_boxes.flatten(1)], 1)
 
     def detect(self, image: Any, threshold: float = 0.5) -> Detections:
-        """The objects in one image whose score is at least the threshold, the surest first.
+        """The objects in one image whose score is at least the threshold, highest score first.
 
         Args:
             image: A path, PIL image, array, or a preprocessed tensor [1,C,H,W] or [C,H,W].
@@ -127,18 +114,17 @@ class Detector(TaskAnatomy):
         if len(tensors) != 1:
             raise PatchlightError(f"detect takes one image, and {len(tensors)} were given")
         bare = self if self.bare is None else self.bare
-        found = bare.found(bare.plain(bare.place(tensors[0])), sizes[0])
-        return Detections([each for each in found if each.score >= threshold])
+        detections = bare.detections_of(bare.plain(bare.place(tensors[0])), sizes[0])
+        return Detections(each for each in detections if each.score >= threshold)
 
-    def found(self, output: Any, size: tuple[int, int] | None) -> list[Detection]:
-        """Every query of the first image as a detection of its most probable class, the surest first.
+    def detections_of(self, output: Any, size: tuple[int, int] | None) -> list[Detection]:
+        """Every query of the first image as a detection of its most probable class, highest score first.
 
         Args:
             output: The output of the model.
             size: Width and height of the photograph; None: boxes are in pixels of the tensor.
         """
-        chances = self.probabilities_of(output)[0].float()
-        scores, labels = chances.max(1)
+        scores, labels = self.probabilities_of(output)[0].float().max(1)
         boxes = self.to_photograph(corners(output.pred_boxes[0].float()), size).tolist()
         order = scores.argsort(descending=True, stable=True).tolist()
         return [
@@ -158,8 +144,8 @@ class Detector(TaskAnatomy):
         if not self.softmax:
             return logits
         count = logits.shape[2]
-        own = torch.eye(count, dtype=torch.bool, device=logits.device)
-        others = logits[:, :, None].expand(-1, -1, count, -1).masked_fill(own, -torch.inf).logsumexp(3)
+        diagonal = torch.eye(count, dtype=torch.bool, device=logits.device)
+        others = logits[:, :, None].expand(-1, -1, count, -1).masked_fill(diagonal, -torch.inf).logsumexp(3)
         return (logits - others)[..., :-1]
 
     def to_photograph(self, boxes: Tensor, size: tuple[int, int] | None) -> Tensor:
@@ -183,8 +169,8 @@ class DetectorAnatomy(HuggingFaceAnatomy, Detector):
 
     published = PUBLISHED
 
-    def __init__(self, model: Any, processor: Any = None, **about: Any) -> None:
-        super().__init__(model, **prepared_by(model, processor, about))
+    def __init__(self, model: Any, processor: Any = None, **overrides: Any) -> None:
+        super().__init__(model, **prepared_by(model, processor, overrides))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         _LOCAL.kept = positions
@@ -200,7 +186,7 @@ class DetectorAnatomy(HuggingFaceAnatomy, Detector):
     def why_not_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
         if self.selects:
-            return f"the queries of {self.name} are chosen anew for every image"
+            return f"the queries of {self.name} are selected again for every image"
         keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
         seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
         seen[0, self.places(keep)[0]] = True
@@ -228,10 +214,8 @@ class YolosAnatomy(DetectorAnatomy):
         places = self.kept(tokens) if index in self.breaks else None
         if places is None:
             return super().merge(index, tokens)
-        table = super().merge(index, tokens.new_zeros(1, self.tokens, tokens.shape[2]))[
-            0
-        ]  # what is added to every image
-        return tokens + table[places]
+        table = super().merge(index, tokens.new_zeros(1, self.tokens, tokens.shape[2]))  # added to every image
+        return tokens + table[0, places]
 
 
 class DetrAnatomy(DetectorAnatomy):
@@ -241,9 +225,9 @@ class DetrAnatomy(DetectorAnatomy):
     neighbouring cells.
     """
 
-    def __init__(self, model: Any, **about: Any) -> None:
+    def __init__(self, model: Any, **overrides: Any) -> None:
         self.softmax = type(model).__name__ == "DetrForObjectDetection"
-        super().__init__(model, **about)
+        super().__init__(model, **overrides)
 
     def watch(self) -> None:
         super().watch()
@@ -273,10 +257,10 @@ class WindowedDetector(DetectorAnatomy):
 
     selects = True
 
-    def __init__(self, model: Any, **about: Any) -> None:
+    def __init__(self, model: Any, **overrides: Any) -> None:
         side = model.config.backbone_config.image_size
         self.published = PublishedFor(replace(self.published.preprocess, size=(side, side)), True)
-        super().__init__(model, **about)
+        super().__init__(model, **overrides)
 
 
 class DetectorMap(FeatureMapAnatomy, Detector):
@@ -284,28 +268,28 @@ class DetectorMap(FeatureMapAnatomy, Detector):
 
     library = "transformers"
 
-    def __init__(self, model: Any, **about: Any) -> None:
+    def __init__(self, model: Any, **overrides: Any) -> None:
         scales = hasattr(model.config, "feat_strides")
         self.selects = getattr(model.config, "two_stage", scales)
-        super().__init__(model, **{"pooling": "gradient", **about})
+        super().__init__(model, **{"pooling": "gradient", **overrides})
         if scales:
             self.can_attend = (
-                f"{self.name} reads the image beside its tokens (other scales of its backbone), so its blocks are not "
-                "all it decides on; methods on pixels and feature maps work"
+                f"{self.name} reads the image beside its tokens (other scales of its backbone), so its blocks do not "
+                "contain all information; use methods for pixels or feature maps"
             )
         elif hasattr(model.config, "two_stage"):
-            self.can_attend = "deformable attention looks at points between cells, so it has no rows"
+            self.can_attend = "deformable attention samples points between cells, so it has no attention rows"
 
 
-class Prompted(Detector):
+class TextDetector(Detector):
     """A detector whose classes are texts."""
 
     ids: Any = None
     """Arguments of the model with the tokens of the texts."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, **about: Any) -> None:
-        self.tokenizer: Any = tokenizer or getattr(about.get("processor"), "tokenizer", None)
-        super().__init__(model, **about)
+    def __init__(self, model: Any, tokenizer: Any = None, **overrides: Any) -> None:
+        self.tokenizer: Any = tokenizer or getattr(overrides.get("processor"), "tokenizer", None)
+        super().__init__(model, **overrides)
 
     @abstractmethod
     def read_texts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
@@ -330,20 +314,19 @@ class Prompted(Detector):
         return other
 
 
-class GroundingMap(DetectorMap, Prompted):
+class GroundingMap(DetectorMap, TextDetector):
     """Grounding DINO, which gives every token of its texts a logit; that of a text is their maximum."""
 
-    def __init__(self, model: Any, **about: Any) -> None:
+    def __init__(self, model: Any, **overrides: Any) -> None:
         self.ids = {"input_ids": torch.tensor([[_BEGIN, _UNKNOWN, _DOT, _END]])}
-        super().__init__(model, **{**about, "labels": ["object"]})
+        super().__init__(model, **{**overrides, "labels": ["object"]})
 
     def read_texts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        found = [self.tokenizer([prompt], add_special_tokens=False)["input_ids"][0] for prompt in prompts]
-        tokens = [_BEGIN, *(token for each in found for token in (*map(int, each), _DOT)), _END]
+        texts = [self.tokenizer([prompt], add_special_tokens=False)["input_ids"][0] for prompt in prompts]
+        tokens = [_BEGIN, *(token for text in texts for token in (*map(int, text), _DOT)), _END]
         config: Any = self.model.config
-        most = int(config.max_text_len)
-        if len(tokens) > most:
-            raise PatchlightError(f"the texts make {len(tokens)} tokens; {self.name} reads {most}")
+        if len(tokens) > config.max_text_len:
+            raise PatchlightError(f"the texts make {len(tokens)} tokens; {self.name} reads {config.max_text_len}")
         return {"input_ids": torch.tensor([tokens])}
 
     def call(self, images: Tensor) -> Any:
@@ -361,7 +344,7 @@ class GroundingMap(DetectorMap, Prompted):
         return torch.stack([tokens.mean(-1) for tokens in self._of_texts(output)], 2)
 
 
-def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, **about: Any) -> Anatomy:
+def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, **overrides: Any) -> Anatomy:
     """A detector opened at the first map of its backbone that it reads, or at an earlier one.
 
     Args:
@@ -369,26 +352,26 @@ def read_map(model: Any, backbone: str, scales: bool, stage: int | None = None, 
         backbone: The path of the module that runs the backbone.
         scales: Whether it reads all maps that the backbone returns, not only the last.
         stage: The stage of the backbone.
-        about: Keywords for `wrap`.
+        overrides: Keywords for `wrap`.
     """
     part: Any = model.get_submodule(backbone)
-    kind, processor = DetectorMap, about.pop("processor", None)
+    kind, processor = DetectorMap, overrides.pop("processor", None)
     if type(model).__name__.startswith("Grounding"):
         kind = GroundingMap
-        about.setdefault("tokenizer", getattr(processor, "tokenizer", None))
-    given = {"name": None, "labels": None, **prepared_by(model, processor, about)}
-    about = model_facts(model, PUBLISHED, False, processor=None, **given)
+        overrides.setdefault("tokenizer", getattr(processor, "tokenizer", None))
+    facts = {"name": None, "labels": None, **prepared_by(model, processor, overrides)}
+    facts = model_facts(model, PUBLISHED, False, processor=None, **facts)
     first = -len(part.intermediate_channel_sizes) if scales else -1
     if stage is not None and first < stage < 0:
         raise PatchlightError(
-            f"{about['name']} also reads earlier maps of its backbone than that of stage {stage}; give stage={first} "
+            f"{facts['name']} also reads earlier maps of its backbone than that of stage {stage}; give stage={first} "
             "or less"
         )
     paths = [f"swin.encoder.layers.{i}" for i in range(-first)] if kind is GroundingMap else None
-    return read_feature_map(model, first if stage is None else stage, kind, about, paths, f"{backbone}.model")
+    return read_feature_map(model, first if stage is None else stage, kind, facts, paths, f"{backbone}.model")
 
 
-class OwlAnatomy(Prompted, DetectorAnatomy):
+class OwlAnatomy(TextDetector, DetectorAnatomy):
     """OWL-ViT and OWLv2: every patch is a query, and `texts` are the classes."""
 
     published = PublishedFor(replace(CLIP, size=(768, 768), fit="squash"))
@@ -396,8 +379,8 @@ class OwlAnatomy(Prompted, DetectorAnatomy):
     def read_texts(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         config: Any = self.model.config
         length = config.text_config.max_position_embeddings
-        found = self.tokenizer(prompts, padding="max_length", max_length=length, return_tensors="pt")
-        ids = {key: found[key] for key in ("input_ids", "attention_mask") if key in found}
+        tokens = self.tokenizer(prompts, padding="max_length", max_length=length, return_tensors="pt")
+        ids = {key: tokens[key] for key in ("input_ids", "attention_mask") if key in tokens}
         if ids["input_ids"].shape[1] > length:
             raise PatchlightError(
                 f"the longest text makes {ids['input_ids'].shape[1]} tokens; {self.name} reads {length}"
@@ -426,21 +409,20 @@ class OwlAnatomy(Prompted, DetectorAnatomy):
             out.objectness_logits = net.objectness_predictor(features)
         return out
 
-    def _own(self, keep: Tensor) -> Tensor:
-        """The patches [n] of the question's queries, which are kept always."""
+    def _query_patches(self, keep: Tensor) -> Tensor:
+        """The patches [n] of the question's queries, which are always kept."""
         queries = sorted({r.query for r in getattr(self.question, "references", ())})
         return torch.tensor(queries, dtype=torch.long, device=keep.device)
 
     def places(self, keep: Tensor) -> Tensor:
-        own = self._own(keep) + self.prefix
-        return torch.cat([super().places(keep), own.expand(len(keep), -1)], 1)
+        places = self._query_patches(keep) + self.prefix
+        return torch.cat([super().places(keep), places.expand(len(keep), -1)], 1)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        own = None if positions is None else self._own(positions)
-        if positions is None or own is None or len(own) == 0:
+        if positions is None or len(patches := self._query_patches(positions)) == 0:
             return super().block(index, tokens, positions)
         seen = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        seen[:, -len(own) :] = (positions[:, :, None] != own).all(1)  # one that is kept anyway must not count twice
+        seen[:, -len(patches) :] = (positions[:, :, None] != patches).all(1)  # a kept patch must not count twice
         with Unseen(seen):
             return super().block(index, tokens, positions)
 
@@ -476,17 +458,17 @@ _FITS = {"RfDetr": "squash", "Owlv2": "pad", "Eomt": "pad", "SamImage": "pad-mea
 """How processors whose names begin like this make a square; their rounding and smoothing are not quite ours."""
 
 
-def prepared_by(model: Any, processor: Any, about: dict[str, Any]) -> dict[str, Any]:
+def prepared_by(model: Any, processor: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     """Keywords with the preprocessing of a processor; one that keeps the aspect of photographs becomes a fixed size."""
     processor = getattr(processor, "image_processor", processor)
-    name = str(about.get("name") or getattr(model, "name_or_path", "") or type(model).__name__)
-    if "preprocess" in about or processor is None:
-        return about
+    name = str(overrides.get("name") or getattr(model, "name_or_path", "") or type(model).__name__)
+    if "preprocess" in overrides or processor is None:
+        return overrides
     kind, split = type(processor).__name__, getattr(processor, "do_split_image", False)
     fit = next((fit for start, fit in _FITS.items() if kind.startswith(start) and not split), None)
     size = {key: int(value) for key, value in dict(processor.size).items() if value is not None}
     if fit is None and "shortest_edge" not in size and not getattr(processor, "keep_aspect_ratio", False):
-        return {**about, "preprocess": as_processed(processor, 3, name)}
+        return {**overrides, "preprocess": as_processed(processor, 3, name)}
     height = width = min(size.values()) if fit is None else max(size.values())
     if "height" in size:
         height, width = size["height"], size["width"]
@@ -502,7 +484,7 @@ def prepared_by(model: Any, processor: Any, about: dict[str, Any]) -> dict[str, 
     changed = copy.copy(processor)
     changed.size = {"height": height, "width": width}
     read = read_options(changed, f"the {kind} of {name}", "give preprocess=pl.Preprocess((height, width), …)")
-    return {**about, "preprocess": replace(read, fit=fit or "squash", corner="down")}
+    return {**overrides, "preprocess": replace(read, fit=fit or "squash", corner="down")}
 
 
 _KINDS: Mapping[str, type[DetectorAnatomy]] = {
@@ -526,13 +508,13 @@ _MAPS = {
 
 
 @register_family("transformers detectors", package="transformers")
-def read_detector(model: nn.Module, stage: int | None = None, **about: Any) -> Anatomy | None:
+def read_detector(model: nn.Module, stage: int | None = None, **overrides: Any) -> Anatomy | None:
     """The anatomy of a transformers detector, or None."""
     name = type(model).__name__
     if name in _KINDS:
-        return _KINDS[name](model, **about)
+        return _KINDS[name](model, **overrides)
     if name in _MAPS:
-        return read_map(model, *_MAPS[name], stage, **about)
+        return read_map(model, *_MAPS[name], stage, **overrides)
     if name.endswith("ForObjectDetection"):
-        raise Unsupported(f"{name} cannot be opened; detectors that can: {', '.join([*_KINDS, *_MAPS])}")
+        raise Unsupported(f"{name} is not a supported detector; supported: {', '.join([*_KINDS, *_MAPS])}")
     return None

@@ -44,8 +44,9 @@ PRETRAINED = {
     "ViTMAEForPreTraining": "ViTMAEModel",
     "ViTForMaskedImageModeling": "ViTModel",
     "DeiTForMaskedImageModeling": "DeiTModel",
+    "Sam2VideoModel": "Sam2Model",
 }
-"""Backbone class by the name of the class that pretrains it."""
+"""The class that is opened, by the name of the class in a published configuration, if they differ."""
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 
 
@@ -221,12 +222,12 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     """
     check_kind(saved, f"'hf:{name}'")
     if saved.endswith("ForConditionalGeneration") and saved not in ANSWERING:
-        raise Unsupported(f"'hf:{name}' is a {saved}; of models that answer in words, {', '.join(ANSWERING)} work")
+        raise Unsupported(f"'hf:{name}' is a {saved}; supported vision-language models: {', '.join(ANSWERING)} work")
     classifies = weights is not None and "classifier.weight" in weights
     others = ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
-    if saved in ANSWERING or saved in classifiers() or saved.endswith(others) or segments(saved):
-        return saved, {}
     kind = PRETRAINED.get(saved, saved)
+    if saved in ANSWERING or saved in classifiers() or saved.endswith(others) or segments(kind):
+        return kind, {}
     if classifies or kind not in supported():
         return "", {}
     return kind, {"add_pooling_layer": False} if kind in ("ViTModel", "DeiTModel") else {}

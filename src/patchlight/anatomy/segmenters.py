@@ -35,18 +35,18 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
 
     task = "segmentation"
     classifies = False
-    can_drop = "its decoder reads a whole grid, so no patch can be taken out; pixels can be filled (unit='patch')"
+    can_drop = "its decoder needs the complete grid, so tokens cannot be removed; methods that fill pixels work"
     published = PublishedFor(
         Preprocess((512, 512), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down"), True
     )
 
     def __init__(
-        self, model: Any, backbone: str, labels: Sequence[str] | None = None, processor: Any = None, **about: Any
+        self, model: Any, backbone: str, labels: Sequence[str] | None = None, processor: Any = None, **overrides: Any
     ) -> None:
         self.backbone = backbone
         self.class_names = names_of(model, labels)
-        about = prepared_by(model, processor, about)
-        super().__init__(model, **{"stage": 0, **about})
+        overrides = prepared_by(model, processor, overrides)
+        super().__init__(model, **{"stage": 0, **overrides})
 
     def watch(self) -> None:
         self.net.patchlight_opened = True
@@ -78,13 +78,13 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
 class EomtAnatomy(SegmenterAnatomy):
     """EoMT, opened at its last blocks, where queries stand before the other tokens; earlier ones are its stem."""
 
-    def __init__(self, model: Any, backbone: str, **about: Any) -> None:
+    def __init__(self, model: Any, backbone: str, **overrides: Any) -> None:
         if bool((model.attn_mask_probs > 0).any()):
             raise Unsupported(
-                "EoMT still masks attention by its own predictions (attn_mask_probs is above 0); set it to 0, as in "
-                "checkpoints whose training has ended"
+                "EoMT still masks attention with its predictions (attn_mask_probs is above 0); set attn_mask_probs "
+                "to 0, as in fully trained checkpoints"
             )
-        super().__init__(model, backbone, **about)
+        super().__init__(model, backbone, **overrides)
 
     def seen_blocks(self, found: Discovery, model: Any) -> Discovery:
         first = len(found.blocks) - model.config.num_blocks
@@ -148,15 +148,15 @@ def segments(kind: str) -> bool:
 
 
 @register_family("transformers segmenters", package="transformers")
-def read_segmenter(model: nn.Module, **about: Any) -> Anatomy | None:
+def read_segmenter(model: nn.Module, **overrides: Any) -> Anatomy | None:
     """The anatomy of a transformers model for segmentation, depth or masks, or None."""
     kind = type(model).__name__
     if kind not in _KINDS:
         if not segments(kind):
             return None
-        reason = _REFUSED.get(kind, f"models for pixels that can be: {', '.join(_KINDS)}")
+        reason = _REFUSED.get(kind, f"supported dense models: {', '.join(_KINDS)}")
         raise Unsupported(f"{kind} cannot be opened: {reason}")
     anatomy, backbone = _KINDS[kind]
     if kind.startswith("DPT") and getattr(model, "dpt", None) is None:
         backbone = "backbone"
-    return anatomy(model, backbone, **about)
+    return anatomy(model, backbone, **overrides)

@@ -34,6 +34,10 @@ class Unsupported(PatchlightError):
     """A method or metric that does not work on a model."""
 
 
+class NoDetection(PatchlightError):
+    """A detection whose number is not below the number of detections of an image."""
+
+
 class NoClassifier(PatchlightError):
     """A model without a classifier, opened without a head; `vit` is the model."""
 

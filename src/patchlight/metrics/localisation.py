@@ -209,7 +209,7 @@ def other_objects(ask: Measure, upsampling: Upsampling = "bilinear") -> Measured
     energy = ask.upsampled(upsampling).double().abs()
     values, reasons = energy.new_full((len(energy),), torch.nan), {}
     for i, index in enumerate(ask.targets.index[:, 0].tolist()):
-        others = question.rivals_in_input(index)
+        others = question.others_in_input(index)
         if len(others) == 0:
             reasons[i] = "no other object of its class was detected"
             continue

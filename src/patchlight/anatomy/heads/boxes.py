@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patchlight.anatomy.heads.question import Question
-from patchlight.core.errors import PatchlightError, Unsupported, integer
+from patchlight.core.errors import NoDetection, PatchlightError, Unsupported, integer
 from patchlight.core.registry import check_arguments
 from patchlight.core.targets import Target
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 SIDES = ("left", "top", "right", "bottom")
 BoxScore = Literal["match", "class", "logit", "box", "drise", "left", "top", "right", "bottom"]
 OVERLAP = 0.05
-"""The least IoU with which a query overlaps a box."""
+"""The lowest IoU with which a query overlaps a box."""
 SURE = 0.5
-"""The least score of the other objects of the same class."""
+"""The lowest score of the other objects of the same class."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Reference:
         box: Left, top, right and bottom [4], as parts of the model's input from 0 to 1.
         label: The number of the class.
         query: The number of the query.
-        chances: The probabilities [C] at the query.
-        place: The box [4] of the query.
-        rivals: Boxes [n,4] of other objects of the same class.
+        probabilities: The probabilities [C] at the query.
+        query_box: The box [4] of the query.
+        others: Boxes [n,4] of other objects of the same class.
     """
 
     box: Tensor
     label: int
     query: int
-    chances: Tensor
-    place: Tensor
-    rivals: Tensor
+    probabilities: Tensor
+    query_box: Tensor
+    others: Tensor
 
 
 class DetectionQuestion(Question):
@@ -71,25 +71,25 @@ class DetectionQuestion(Question):
         return {"held": "selection"} if self.detector is not None and self.detector.selects else {}
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
-        chances = self.detector.probabilities_of(output)
+        probabilities = self.detector.probabilities_of(output)
         odds = self.detector.log_odds(output)
         boxes = corners(output.pred_boxes)
-        pairs = [self._pair(reference, output, chances, odds, boxes) for reference in self.references]
-        logits, probabilities = zip(*pairs, strict=True)
-        return torch.stack(logits, 1), torch.stack(probabilities, 1)
+        pairs = [self._pair(reference, output, probabilities, odds, boxes) for reference in self.references]
+        logits, removal_scores = zip(*pairs, strict=True)
+        return torch.stack(logits, 1), torch.stack(removal_scores, 1)
 
     def _pair(
-        self, held: Reference, output: Any, chances: Tensor, odds: Tensor, boxes: Tensor
+        self, held: Reference, output: Any, probabilities: Tensor, odds: Tensor, boxes: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The score for gradients and the score for removal [rows] of one detection."""
         q, c, box = held.query, held.label, held.box.to(boxes)
         overlap = iou(boxes, box)
-        match = (overlap * chances[..., c]).amax(1)
+        match = (overlap * probabilities[..., c]).amax(1)
         score = self.score or ("match" if self.detector.selects else "class" if self.missed else None)
         if score == "match":
             return match, match
         if score == "drise":
-            same = torch.cosine_similarity(chances, held.chances.to(chances), 2)
+            same = torch.cosine_similarity(probabilities, held.probabilities.to(probabilities), 2)
             objectness = getattr(output, "objectness_logits", None)
             similar = (overlap * same * (1 if objectness is None else objectness.sigmoid())).amax(1)
             return similar, similar
@@ -98,18 +98,18 @@ class DetectionQuestion(Question):
         if score is None:
             return odds[:, q, c], match
         if score == "class":
-            return odds[:, q, c], chances[:, q, c]
+            return odds[:, q, c], probabilities[:, q, c]
         if score == "logit":
-            return self.detector.class_logits(output)[:, q, c], chances[:, q, c]
-        shown = overlap[:, q] if score == "box" else boxes[:, q, SIDES.index(score)]
-        return shown, shown
+            return self.detector.class_logits(output)[:, q, c], probabilities[:, q, c]
+        value = overlap[:, q] if score == "box" else boxes[:, q, SIDES.index(score)]
+        return value, value
 
     def _check_held(self, held: Reference, boxes: Tensor) -> None:
         """Refuse a changed image, in which another proposal is at this query."""
-        far = (boxes[:, held.query].detach() - held.place.to(boxes)).abs().amax()
+        far = (boxes[:, held.query].detach() - held.query_box.to(boxes)).abs().amax()
         if float(far) > 1e-3:
             raise Unsupported(
-                f"the queries of {self.detector.name} are chosen anew for every image, so query {held.query} of a "
+                f"the queries of {self.detector.name} are selected again for every image, so query {held.query} of a "
                 "changed image is another one; score='match' works"
             )
 
@@ -124,16 +124,15 @@ class DetectionQuestion(Question):
             size: Width and height of the photograph.
             chosen: Box [4], class and query of each.
         """
-        chances, boxes = vit.probabilities_of(output)[0].detach(), corners(output.pred_boxes[0].detach())
-        best = chances.max(1)
+        probabilities, boxes = vit.probabilities_of(output)[0].detach(), corners(output.pred_boxes[0].detach())
+        best = probabilities.max(1)
         references, labels = [], []
         for box, label, query in chosen:
             alike = (best.indices == label) & (best.values >= SURE) & (iou(boxes, box.to(boxes)) < SURE)
-            held = Reference(box.cpu(), label, query, chances[query].cpu(), boxes[query].cpu(), boxes[alike].cpu())
-            references.append(held)
-            place = vit.to_photograph(box[None].cpu().float(), size)[0].tolist()
-            at = " ".join(f"{side:.0f}" for side in place)
-            labels.append(f"{vit.class_names[label]} {float(chances[query, label]):.2f} at {at}")
+            at_query = probabilities[query].cpu(), boxes[query].cpu()
+            references.append(Reference(box.cpu(), label, query, *at_query, boxes[alike].cpu()))
+            at = " ".join(f"{side:.0f}" for side in vit.to_photograph(box[None].cpu().float(), size)[0].tolist())
+            labels.append(f"{vit.class_names[label]} {float(probabilities[query, label]):.2f} at {at}")
         self.detector, self.references, self.labels = vit, references, labels
         self.regions = [_pixels_in(box, vit.preprocess.size) for box in self.boxes_in_input().round().int().tolist()]
 
@@ -141,9 +140,9 @@ class DetectionQuestion(Question):
         """The boxes b* [Q,4] in pixels of the model's input."""
         return self._in_pixels(torch.stack([held.box for held in self.references]))
 
-    def rivals_in_input(self, index: int) -> Tensor:
+    def others_in_input(self, index: int) -> Tensor:
         """Boxes [n,4] of other objects of the same class as detection `index`, in pixels of the model's input."""
-        return self._in_pixels(self.references[index].rivals)
+        return self._in_pixels(self.references[index].others)
 
     def _in_pixels(self, boxes: Tensor) -> Tensor:
         height, width = self.detector.preprocess.size
@@ -153,10 +152,10 @@ class DetectionQuestion(Question):
 class Box(DetectionQuestion):
     """Why this box and this label: a detection, a query, or a box with a label.
 
-    Without arguments it is the surest detection of each image.
+    The default is the detection with the highest score in each image.
 
     Args:
-        detection: The number of the detection, the surest first.
+        detection: The number of the detection, highest score first.
         query: The number of the query, in place of `detection`.
         box: Left, top, right and bottom in pixels of the photograph, in place of `detection`.
         label: The class; by default the most probable one.
@@ -202,60 +201,57 @@ class Box(DetectionQuestion):
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
         output = vit.plain(image)
-        chances, boxes = vit.probabilities_of(output)[0], corners(output.pred_boxes[0])
+        probabilities, boxes = vit.probabilities_of(output)[0], corners(output.pred_boxes[0])
         label = None if self.label is None else vit.class_of(self.label)
         if self.box is not None:
             height, width = vit.preprocess.size
             given = vit.in_input(self.box, size) / torch.tensor([width, height, width, height])
-            self.hold(vit, output, size, self._at_box(vit, given, label, chances, boxes))
+            self.hold(vit, output, size, self._at_box(vit, given, label, probabilities, boxes))
             return
         if self.query is None:
-            found = sure_detections(vit, output, size, self.threshold)
-            if self.detection >= len(found):
-                sure = f" with a score of at least {self.threshold:g}" if self.threshold else ""
-                raise PatchlightError(
-                    f"detection {self.detection} does not exist; {vit.name} has {len(found)} detections{sure}"
+            detections = detections_above(vit, output, size, self.threshold)
+            if self.detection >= len(detections):
+                limit = f" with a score of at least {self.threshold:g}" if self.threshold else ""
+                raise NoDetection(
+                    f"detection {self.detection} does not exist; {vit.name} has {len(detections)} detections{limit}"
                 )
-            query = found[self.detection].query
+            query = detections[self.detection].query
         else:
             query = self.query
             if query >= len(boxes):
                 raise PatchlightError(f"query {query} does not exist; {vit.name} has queries 0 to {len(boxes) - 1}")
-        label = int(chances[query].argmax()) if label is None else label
+        label = int(probabilities[query].argmax()) if label is None else label
         self.hold(vit, output, size, [(boxes[query], label, query)])
 
     def _at_box(
-        self, vit: Any, box: Tensor, label: int | None, chances: Tensor, boxes: Tensor
+        self, vit: Any, box: Tensor, label: int | None, probabilities: Tensor, boxes: Tensor
     ) -> list[tuple[Tensor, int, int]]:
         """The box, the label and the query that answers to them; for a missed object also the label that won."""
         overlap = iou(boxes, box.to(boxes))
         if float(overlap.max()) < OVERLAP:
             raise PatchlightError(
-                f"no query of {vit.name} overlaps the box you gave (largest IoU {float(overlap.max()):.2f}); give "
-                "another box"
+                f"no query of {vit.name} overlaps the box (largest IoU {float(overlap.max()):.2f}); give another box"
             )
-        match = overlap[:, None] * (chances + (1e-3 if self.missed else 0))
+        match = overlap[:, None] * (probabilities + (1e-3 if self.missed else 0))
         label = int(match.amax(0).argmax()) if label is None else label
         query = int(match[:, label].argmax())
-        won = int(chances[query].argmax())
+        won = int(probabilities[query].argmax())
         return [(box, c, query) for c in dict.fromkeys((label, won) if self.missed else (label,))]
 
     def default_target(self) -> Target:
         return 0
 
     def about(self) -> dict[str, Any]:
-        given: dict[str, Any] = {
+        fields = {
             "detection": self.detection if self.query is None and self.box is None else None,
             "query": self.query,
-        }
-        given |= {
             "threshold": self.threshold or None,
             "box": None if self.box is None else list(self.box),
             "label": self.label,
             "score": self.score,
         }
-        given = {k: v for k, v in given.items() if v is not None}
-        return {"head": "Box", **given, "missed": self.missed, **self._about_queries()}
+        fields = {key: value for key, value in fields.items() if value is not None}
+        return {"head": "Box", **fields, "missed": self.missed, **self._about_queries()}
 
 
 class Boxes(DetectionQuestion):
@@ -263,7 +259,7 @@ class Boxes(DetectionQuestion):
 
     Args:
         threshold: The lowest score of a detection.
-        top: At most this many, the surest first.
+        top: At most this many, highest score first.
         score: As in `Box`.
     """
 
@@ -274,25 +270,24 @@ class Boxes(DetectionQuestion):
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
         output = vit.plain(image)
-        sure = sure_detections(vit, output, size, self.threshold)[: self.top]
+        detections = detections_above(vit, output, size, self.threshold)[: self.top]
         boxes = corners(output.pred_boxes[0])
-        self.hold(vit, output, size, [(boxes[d.query], vit.class_names.index(d.label), d.query) for d in sure])
+        self.hold(vit, output, size, [(boxes[d.query], vit.class_names.index(d.label), d.query) for d in detections])
 
     def about(self) -> dict[str, Any]:
         score = {} if self.score is None else {"score": self.score}
         return {"head": "Boxes", "threshold": self.threshold, "top": self.top, **score, **self._about_queries()}
 
 
-def sure_detections(vit: Any, output: Any, size: tuple[int, int] | None, threshold: float) -> list[Any]:
-    """The detections whose score is at least the threshold, the surest first; an error if there is none."""
-    found = vit.found(output, size)
-    sure = [each for each in found if each.score >= threshold]
-    if not sure:
+def detections_above(vit: Any, output: Any, size: tuple[int, int] | None, threshold: float) -> list[Any]:
+    """The detections whose score is at least the threshold, highest first; an error if there is none."""
+    detections = vit.detections_of(output, size)
+    if detections[0].score < threshold:
         raise PatchlightError(
-            f"{vit.name} detects nothing with a score of at least {threshold:g} (the highest is {found[0]}); lower the "
-            "threshold"
+            f"{vit.name} detects nothing with a score of at least {threshold:g} (the highest is {detections[0]}); "
+            "lower the threshold"
         )
-    return sure
+    return [each for each in detections if each.score >= threshold]
 
 
 def _pixels_in(box: Sequence[int], size: Sequence[int]) -> Tensor:

@@ -64,10 +64,10 @@ class Question(Head):
             size: Width and height of its photograph; None if a tensor was given. What users give in pixels of the
                 photograph is in pixels of the tensor then.
         """
-        made = copy(self)
-        made.general, made.image = self, hash_images(image)
-        made.prepare(vit, image, size)
-        return made
+        prepared = copy(self)
+        prepared.general, prepared.image = self, hash_images(image)
+        prepared.prepare(vit, image, size)
+        return prepared
 
     def measured(self) -> Self:
         """The question whose scores metrics follow."""
@@ -109,7 +109,7 @@ class Question(Head):
     def object_of(self, index: Tensor) -> Tensor:
         """Whether pixels [B,H,W] belong to the object that the labels `index` [B] are about."""
         if not self.regions:
-            raise PatchlightError(f"{type(self).__name__} is about the whole image here; give it a region")
+            raise PatchlightError(f"{type(self).__name__} explains the complete image here; give a region")
         return torch.stack([self.regions[i] > 0 for i in index.tolist()])
 
     def default_target(self) -> Target:

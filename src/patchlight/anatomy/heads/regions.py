@@ -73,12 +73,14 @@ class Region(Question):
         self.labels = []
 
     def bound(self, vit: Any) -> Any:
-        asked = super().bound(vit)
+        question = super().bound(vit)
         if vit.task == "depth" and (self.label is not None or self.predicted or self.statistic == "share"):
-            raise PatchlightError(f"{vit.name} is a model for depth and has no classes; leave out label, and predicted")
+            raise PatchlightError(
+                f"{vit.name} is a model for depth and has no classes; leave out label, predicted and statistic='share'"
+            )
         if vit.task == "depth" or self.against is not None:
-            asked.outputs = Outputs("none")
-        return asked
+            question.outputs = Outputs("none")
+        return question
 
     def prepare(self, vit: SegmenterAnatomy, image: Tensor, size: tuple[int, int] | None) -> None:
         scores = vit.scores_of(vit.plain(image))[0].float()
@@ -92,8 +94,10 @@ class Region(Question):
             weights = resized(region.to(scores), scores.shape[1:])
             if self.predicted:
                 weights = _component(best, weights)
-        found = self.predicted or self.where is None
-        self.regions = [] if found and depth else [_in_input(weights, vit) if found else region]
+        if self.predicted or self.where is None:
+            self.regions = [] if depth else [_in_input(weights, vit)]
+        else:
+            self.regions = [region]
         self.weights, self.other = weights, None
         if depth:
             self.labels = ["depth"]
@@ -110,7 +114,7 @@ class Region(Question):
         if shares[number] == 0 and not self.missed:
             raise PatchlightError(
                 f"{vit.name} has no class '{vit.class_names[number]}' in this region: the largest share there is "
-                f"{shares[most]:.0%} '{vit.class_names[most]}'; explain it anyway with missed=True"
+                f"{shares[most]:.0%} '{vit.class_names[most]}'; set missed=True to explain it anyway"
             )
         self.numbers = list(dict.fromkeys((number, most) if self.missed else (number,)))
         self.regions = list(self.regions) * len(self.numbers)
@@ -121,15 +125,14 @@ class Region(Question):
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
         if "predicted_depth" in output:
-            depth = output.predicted_depth
-            found = self._over(depth, self.weights)
-            found = found if self.other is None else found - self._over(depth, self.other)
-            return found[:, None], found[:, None]
+            value = self._over(output.predicted_depth, self.weights)
+            value = value if self.other is None else value - self._over(output.predicted_depth, self.other)
+            return value[:, None], value[:, None]
         scores = self._scores_of(output)
         if self.statistic == "share":
             best = scores.argmax(1)
-            found = torch.stack([self._over((best == each).to(scores), self.weights) for each in self.numbers], 1)
-            return found, found
+            shares = torch.stack([self._over((best == each).to(scores), self.weights) for each in self.numbers], 1)
+            return shares, shares
         first, second = scores, scores if "class_queries_logits" in output else scores.softmax(1)
         if self.rival is not None:
             first = first - scores[:, self.rival, None]
@@ -176,8 +179,7 @@ class Mask(Question):
 
     @check_arguments
     def __init__(self, points: tuple[float, float] | Sequence[tuple[float, float]] | None = None) -> None:
-        given = None if not points else np.asarray(points, dtype=float).reshape(-1, 2)
-        self.points = None if given is None else given.tolist()
+        self.points = None if not points else np.asarray(points, dtype=float).reshape(-1, 2).tolist()
         self.labels = []
 
     def prepare(self, vit: PromptedAnatomy, image: Tensor, size: tuple[int, int] | None) -> None:
@@ -192,7 +194,7 @@ class Mask(Question):
         self.number = int(out.iou_scores[0, 0].argmax())
         mask = (out.pred_masks[0, 0, self.number] > 0).float()
         if not bool(mask.any()):
-            raise PatchlightError(f"{vit.name} finds no mask at {self.points or 'the centre'}; give another point")
+            raise PatchlightError(f"{vit.name} predicts no mask at {self.points or 'the centre'}; give another point")
         self.weights, self.regions = mask / mask.sum(), [_in_input(mask, vit)]
         self.labels = [f"mask {self.number} of IoU {float(out.iou_scores[0, 0, self.number]):.2f}"]
 
@@ -202,8 +204,8 @@ class Mask(Question):
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
         mask = output.pred_masks[:, 0, self.number]
         weights = self.weights.to(mask)
-        both = (mask * weights).sum((1, 2)), (mask.sigmoid() * weights).sum((1, 2))
-        return both[0][:, None], both[1][:, None]
+        logits, probabilities = ((values * weights).sum((1, 2)) for values in (mask, mask.sigmoid()))
+        return logits[:, None], probabilities[:, None]
 
     def about(self) -> dict[str, Any]:
         return {"head": "Mask", "points": self.points}
@@ -225,21 +227,21 @@ def pixels_of(vit: Any, where: Any, size: tuple[int, int] | None) -> Tensor:
         where = open_mask(Path(where)).convert("L")
     mask = (torch.as_tensor(np.array(where)).squeeze() != 0).float()
     if mask.ndim != 2:
-        raise PatchlightError(f"the mask of the region has shape {list(mask.shape)}; give one number for each pixel")
+        raise PatchlightError(f"the mask of the region has shape {list(mask.shape)}; give one value per pixel")
     shown = size or (width, height)
     if tuple(mask.shape) != shown[::-1]:
         raise PatchlightError(
             f"the mask of the region is {mask.shape[1]} x {mask.shape[0]} pixels, and the image {shown[0]} x {shown[1]}"
         )
     if not bool(mask.any()):
-        raise PatchlightError("the region is empty: its mask has no pixel that is not 0")
+        raise PatchlightError("the region is empty: its mask contains only zeros")
     return mask if size is None else vit.preprocess.mask(mask.int()).float()
 
 
 def resized(region: Tensor, size: Sequence[int]) -> Tensor:
     """A region [H,W] at another resolution, by area."""
     if not bool((region > 0).any()):
-        raise PatchlightError("nothing of the region you gave lies in the picture the model saw")
+        raise PatchlightError("the region lies outside the part of the photograph that the model reads")
     return F.adaptive_avg_pool2d(region[None], (size[0], size[1]))[0]
 
 
