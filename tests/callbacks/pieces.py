@@ -35,7 +35,7 @@ def model(family: str = "vit") -> nn.Module:
 
 
 def train(net: nn.Module, log: Callable[[int], None] = lambda step: None, steps: int = 5) -> nn.Module:
-    """A loop of one's own: batches and dropout are drawn from torch's generator."""
+    """A training loop: batches and dropout are drawn from torch's generator."""
     torch.manual_seed(0)
     pictures, classes = data()
     optimiser = torch.optim.AdamW(net.parameters(), 1e-2)

@@ -1,4 +1,4 @@
-"""Images of one's own with classes, boxes and masks, in the forms people have them in."""
+"""The user's images with classes, boxes and masks, in common forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of one's own, MURA and CIFAR, in small files of their formats."""
+"""The user's folders, MURA and CIFAR, in small files of their formats."""
 
 from __future__ import annotations
 

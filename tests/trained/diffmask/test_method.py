@@ -1,4 +1,4 @@
-"""Method `diffmask`: the contract with gates of one's own, its maps by gate, the shipped gates, and refusals."""
+"""Method `diffmask`: the contract with untrained gates, its maps by gate, the shipped gates, and refusals."""
 
 from __future__ import annotations
 
