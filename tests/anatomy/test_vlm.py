@@ -92,7 +92,7 @@ def test_removed_patches_are_hidden_keys_of_the_tower(name: str) -> None:
         last = vit.run(vit.embed(image), keep=keep)
         full = vit.run(vit.embed(image)).clone()
         full[:, vit.fine.places(keep)[0]] = last  # what its projector does to other patches does not matter
-        close(vit.readout(last, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=full), keep), 1))
+        close(vit.readout(last, keep), vit._read(vit.answer_logs(vit.visual_tokens(tokens=full), keep), 1))
 
 
 MERGING = ["gemma3", "idefics3", "smolvlm", "internvl", "qwen2_5_vl", "qwen3_vl"]
@@ -109,7 +109,7 @@ def test_a_square_of_patches_is_one_visual_token(name: str) -> None:
         groups = torch.tensor([[0, 3]])
         states = vit.states(last)
         shown = {index: vit.gather(state, keep) for index, state in states.items()}
-        close(vit.readout(shown, keep), vit._read(vit.answer_logs(vit.see_visual(tokens=states), groups), 1))
+        close(vit.readout(shown, keep), vit._read(vit.answer_logs(vit.visual_tokens(tokens=states), groups), 1))
         short = {index: vit.gather(state, keep[:, 1:]) for index, state in states.items()}
         with pytest.raises(Unsupported, match="pools 2 x 2 patches into one visual token, so a single patch"):
             vit.readout(short, keep[:, 1:])
@@ -212,11 +212,11 @@ def test_states_that_the_visual_tokens_are_made_of() -> None:
     assert vit.added == 3
     with vit.steady():
         states = vit.states(vit.run(vit.embed(image)))
-        visual = vit.see_visual(image)
+        visual = vit.visual_tokens(image)
         assert visual.shape == (1, 12, 4 * 32)
-        close(vit.see_visual(tokens=states), visual)
+        close(vit.visual_tokens(tokens=states), visual)
         for part, state in enumerate((4, 1, 2, 3)):
-            changed = vit.see_visual(tokens={**states, state: states[state].roll(1, 2)})
+            changed = vit.visual_tokens(tokens={**states, state: states[state].roll(1, 2)})
             moved = [bool((a != b).any()) for a, b in zip(changed.split(32, 2), visual.split(32, 2), strict=True)]
             assert moved == [part == i for i in range(4)]
         without = torch.cat([visual[..., :32], torch.zeros(1, 12, 96)], 2)
@@ -227,7 +227,7 @@ def test_states_that_the_visual_tokens_are_made_of() -> None:
 def test_without_an_image_the_language_model_reads_text_at_its_positions() -> None:
     vit = asked("llava")
     none = torch.zeros(1, 0, dtype=torch.long)
-    logs = vit.answer_logs(vit.see_visual(image_of("llava")), none)[0]
+    logs = vit.answer_logs(vit.visual_tokens(image_of("llava")), none)[0]
     net: Any = vit.net.model.language_model
     places = torch.tensor([[0, 1, 18, 19, 20, 21, 22]])
     text = net.embed_tokens(torch.tensor([[1, 7, 8, 9, *ANSWER]]))
@@ -245,11 +245,11 @@ def test_without_an_image_the_language_model_reads_text_at_its_positions() -> No
 def test_masks_of_gemma3_are_gathered_not_rebuilt() -> None:
     """The masks of the short sequence are parts of the full ones; the model's own for that sequence are others."""
     vit, image = asked("gemma3", "language"), image_of("gemma3")
-    visual, ids = vit.see_visual(image), torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)])
+    visual, ids = vit.visual_tokens(image), torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)])
     logs = vit.answer_logs(visual, torch.tensor([[0, 3]]))[0]
     places = torch.tensor([0, 1, 2, 5, 6, 7, 8, 9, 10])  # without two of the four visual tokens
     with vit.steady():
-        entered, calls = vit._record_language(ids, len(ANSWER))
+        entered, calls = vit._record_calls(ids, len(ANSWER))
     tokens = entered[:, places].clone()
     tokens[:, 2:4] = visual[:, [0, 3]]
     net: Any = vit.net
@@ -271,8 +271,8 @@ def test_masks_of_gemma3_are_gathered_not_rebuilt() -> None:
 def test_a_picture_of_zeros_is_not_taken_for_padding(name: str) -> None:
     vit, zeros = opened(name), torch.zeros(1, 3, 64, 64)
     ids = torch.tensor([[1, *[IMAGE] * 4, 8]])
-    close(vit.see_visual(zeros), vit.see_visual(zeros + 1e-6))
-    assert vit.see_visual(torch.cat([zeros, image_of(name)])).shape == (2, 4, 32)
+    close(vit.visual_tokens(zeros), vit.visual_tokens(zeros + 1e-6))
+    assert vit.visual_tokens(torch.cat([zeros, image_of(name)])).shape == (2, 4, 32)
     pixels = torch.stack([zeros[0], image_of(name)[0]])[None]  # the model itself drops it: one picture is left of two
     assert len(vit.net.get_image_features(pixel_values=pixels).pooler_output) == 1
     both = torch.cat([zeros, image_of(name)])
@@ -286,7 +286,7 @@ def test_paligemma_does_not_see_later_words() -> None:
     image, first = image_of("paligemma"), []
     for last in (13, 55):
         vit = asked("paligemma", answer=[11, 12, last], words="all")
-        first.append(vit.answer_logs(vit.see_visual(image))[0][:, :2])
+        first.append(vit.answer_logs(vit.visual_tokens(image))[0][:, :2])
     assert torch.equal(first[0], first[1])
     vit, outs = opened("paligemma"), []
     for last in (13, 55):
@@ -301,7 +301,7 @@ def test_keys_of_the_text_before_the_image_are_the_same_for_all_variants(name: s
     vit, image = asked(name), image_of(name)
     keep = torch.tensor([[0, vit.visual - 1], [1, 2]])
     with vit.steady():
-        visual = vit.see_visual(image).expand(2, -1, -1)
+        visual = vit.visual_tokens(image).expand(2, -1, -1)
         full = vit.answer_logs(visual, keep)[0]  # with gradients all tokens are run
         with torch.no_grad():
             logs = [vit.answer_logs(visual, keep)[0] for _ in range(2)]
@@ -314,7 +314,7 @@ def test_keys_of_the_text_before_the_image_are_the_same_for_all_variants(name: s
 @torch.no_grad()
 def test_teacher_forcing_is_the_sum_of_single_steps(name: str) -> None:
     vit, image = asked(name), image_of(name)
-    logs, prompt = vit.answer_logs(vit.see_visual(image))[0][0], vit.transcript.prompt
+    logs, prompt = vit.answer_logs(vit.visual_tokens(image))[0][0], vit.transcript.prompt
     for step, token in enumerate(ANSWER):
         ids = torch.cat([prompt, torch.tensor(ANSWER[:step], dtype=torch.long)])
         single = vit.call(image, ids, step).logits[0, -1].log_softmax(-1)[token]
@@ -343,8 +343,8 @@ def test_several_answers_are_read_in_one_sequence(name: str) -> None:
 @torch.no_grad()
 def test_the_prior_is_the_answer_without_the_image() -> None:
     vit, image = asked("llava", against="prior"), image_of("llava")
-    logs = vit.answer_logs(vit.see_visual(image))[0][0]
-    prior = vit.answer_logs(vit.see_visual(image), torch.zeros(1, 0, dtype=torch.long))[0][0]
+    logs = vit.answer_logs(vit.visual_tokens(image))[0][0]
+    prior = vit.answer_logs(vit.visual_tokens(image), torch.zeros(1, 0, dtype=torch.long))[0][0]
     words = vit.question.words
     assert [word.word for word in words] == ["token11", "token12", "token13"]
     close(torch.tensor([word.gain for word in words]), logs - prior)
@@ -431,7 +431,7 @@ def test_auto_prefers_what_was_measured_to_be_better() -> None:
 
 def test_rows_of_attention_in_the_language_model_warn_of_sinks() -> None:
     image, head = image_of("llava"), pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
-    with pytest.warns(DegenerateMap, match="attention of a language model often falls on its first tokens"):
+    with pytest.warns(DegenerateMap, match="language models often attend to their first tokens"):
         pl.explain(opened("llava", "language"), image, "rawatt", head=head)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -488,7 +488,7 @@ def test_metrics_run_from_the_prior_to_the_image() -> None:
     close(found.curve[0, 2].float(), (p - low) / (high - low), limit=1e-4)
     least = _least(vit, image)
     weak = pl.explain(vit, image, "ixg", head=pl.heads.Answer(PROMPT, LONG, words=least, force=True))
-    with pytest.raises(PatchlightError, match=rf"the image adds almost nothing to '{least[0]}'"):
+    with pytest.raises(PatchlightError, match=rf"the image has almost no effect on '{least[0]}'"):
         pl.evaluate(vit, image, weak, "ins-del", unit="token", steps=4)
 
 
@@ -498,11 +498,11 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
     def explain(prompt: Any = PROMPT, **more: Any) -> None:
         pl.explain(vit, image, "ixg", head=pl.heads.Answer(prompt, **more))
 
-    with pytest.raises(PatchlightError, match=r"the answer \[\] is 0 tokens"):
+    with pytest.raises(PatchlightError, match=r"the answer \[\] has no tokens"):
         explain(answer=[])
     with pytest.raises(PatchlightError, match=r"is 3 tokens and none of them lies in words=\['cat'\]"):
         explain(answer=ANSWER, words=["cat"], force=True)
-    with pytest.raises(PatchlightError, match="has no place for the image"):
+    with pytest.raises(PatchlightError, match="has no image token"):
         explain([1, 7, 8], answer=ANSWER)
     with pytest.raises(PatchlightError, match="has 20 image tokens, but an image of 64 x 64 pixels makes 16"):
         explain([1, *[IMAGE] * 20, 8], answer=ANSWER)
@@ -511,19 +511,19 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
     with pytest.raises(PatchlightError, match="the prompt ends with the image"):
         explain([1, IMAGE], answer=ANSWER)
     least = _least(vit, image)
-    with pytest.warns(DegenerateMap), pytest.raises(PatchlightError, match="the image adds almost nothing"):
+    with pytest.warns(DegenerateMap), pytest.raises(PatchlightError, match="the image has almost no effect"):
         explain(answer=LONG, words=least)
     with pytest.warns(DegenerateMap, match="is not what LlavaForConditionalGeneration says for this image"):
         explain(answer=ANSWER, words="all")
     with pytest.raises(Unsupported, match="which is an image in too many tiles to open; LlavaForCond"):
         pl.wrap(transformers.LlavaNextForConditionalGeneration(tiled()), preprocess=pl.Preprocess((64, 64)))
-    for kind, words in (("LlavaNext", "too many tiles"), ("Qwen2VL", "of models that answer in words, LlavaForCond")):
+    for kind, words in (("LlavaNext", "too many tiles"), ("Qwen2VL", "supported vision-language models: LlavaForCond")):
         config = {"model_type": "llava", "architectures": [f"{kind}ForConditionalGeneration"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(Unsupported, match=words):
             pl.load(f"hf:{tmp_path}")
     for token in (-1, 10**9):
-        with pytest.raises(PatchlightError, match=f"token {token}, and .* knows 0 to"):
+        with pytest.raises(PatchlightError, match=f"token {token}, but the vocabulary of .* is 0 to"):
             pl.explain(opened(NAMES[0]), image_of(NAMES[0]), "ixg", head=pl.heads.Answer(PROMPT, answer=[token]))
     with pytest.raises(PatchlightError, match="choices are complete answers"):
         pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
@@ -537,7 +537,7 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
         pl.wrap(vit.model, preprocess=pl.Preprocess((60, 64)))
     with pytest.raises(Unsupported, match="norms and gated MLPs of its language model have no rule yet"):
         pl.explain(opened("llava", "language"), image, "ixg.libra", head=pl.heads.Answer(PROMPT, ANSWER, force=True))
-    with pytest.raises(PatchlightError, match=r"answers in words, so it needs a question: head=pl.heads.Answer\("):
+    with pytest.raises(PatchlightError, match=r"generates answers, so it needs a prompt: head=pl.heads.Answer\("):
         pl.explain(vit, image)
 
 
@@ -553,9 +553,7 @@ def test_a_folder_without_a_processor_answers_lists_of_ids(name: str, tmp_path: 
     with pytest.raises(PatchlightError, match=r"no processor or tokenizer \(none of .* is there\), so it cannot read"):
         pl.explain(vit, image_of(name), "ixg", head=pl.heads.Answer("What is it?"))
     if name == "llava":
-        with pytest.warns(
-            AssumedPreprocess, match="came without a processor, so its images are assumed to be squashed"
-        ):
+        with pytest.warns(AssumedPreprocess, match="has no processor, so images are assumed to be resized"):
             pl.load(f"hf:{tmp_path}")
 
 
@@ -582,7 +580,7 @@ def test_a_processor_that_cuts_tiles_is_asked_for_one_view() -> None:
 @torch.no_grad()
 def test_all_visual_tokens_removed_leave_the_text_at_its_positions(name: str) -> None:
     vit, image = asked(name), image_of(name)
-    logs = vit.answer_logs(vit.see_visual(image), torch.zeros(1, 0, dtype=torch.long))[0]
+    logs = vit.answer_logs(vit.visual_tokens(image), torch.zeros(1, 0, dtype=torch.long))[0]
     ids = torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)])
     places = (ids != IMAGE).nonzero()[:, 0]
     positions = torch.arange(len(ids))[None]
@@ -633,7 +631,7 @@ def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_pa
         assert torch.equal(att.only(colour).only(colour).scores, att.only(colour).scores)
         with pytest.raises(PatchlightError, match=f"no map explains '{shape}'"):
             att.only(shape)
-        with pytest.raises(PatchlightError, match=f"the image adds almost nothing to '{shape}'"):
+        with pytest.raises(PatchlightError, match=f"the image has almost no effect on '{shape}'"):
             pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"], words=shape))
         with pytest.raises(PatchlightError, match=r"none of them lies in words=\['cat'\]"):
             pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"], words=["cat"]))
@@ -682,7 +680,7 @@ def test_a_generated_answer_has_no_image_token() -> None:
     assert int(model(input_ids=ids, pixel_values=image).logits[0, -1].argmax()) == IMAGE
     vit = pl.wrap(model, preprocess=pl.Preprocess((64, 64))).ask(pl.heads.Answer(PROMPT, force=True)).prepared(image)
     assert IMAGE not in vit.transcript.answers[0]
-    with pytest.raises(PatchlightError, match=r"the answer \[11, 99\] has an image token in it"):
+    with pytest.raises(PatchlightError, match=r"the answer \[11, 99\] contains an image token"):
         opened("llava").ask(pl.heads.Answer(PROMPT, [11, IMAGE], force=True)).prepared(image)
 
 

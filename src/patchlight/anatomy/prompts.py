@@ -75,8 +75,8 @@ class Prompts:
         count = ids.count(self.image_token)
         if count == 0:
             raise PatchlightError(
-                f"the prompt {prompt!r} of {self.name} has no place for the image; put the image token "
-                f"(id {self.image_token}) into it, or give a tokenizer that has one"
+                f"the prompt {prompt!r} of {self.name} has no image token; add the image token (id "
+                f"{self.image_token}) to it, or give a tokenizer that has one"
             )
         if count == 1:
             at = ids.index(self.image_token)
@@ -121,9 +121,9 @@ class Prompts:
         else:
             ids = answer
         if len(ids) == 0:
-            raise PatchlightError(f"the answer {answer!r} is 0 tokens; give an answer of at least one word")
+            raise PatchlightError(f"the answer {answer!r} has no tokens; give at least one word")
         if self.image_token in ids:
-            raise PatchlightError(f"the answer {answer!r} has an image token in it; give an answer of words")
+            raise PatchlightError(f"the answer {answer!r} contains an image token; give an answer of words only")
         return [int(i) for i in ids]
 
     def pieces(self, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.discovery import map_tensors, tensors_in
+from patchlight.anatomy.discovery import map_tensors
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.layout import Layout
 
@@ -76,21 +76,17 @@ def joined(
         grid: Rows and columns of visual tokens.
     """
     device, image = ids[0].device, ids[0][:size] == token
-    text = (~image).nonzero()[:, 0]
+    text, visual = (~image).nonzero()[:, 0], image.nonzero()[:, 0]
     if not bool((text == size - 1).any()):
         raise PatchlightError("the prompt ends with the image; put text behind it")
     parts = [torch.arange(size, len(each), device=device) for each in ids]
-    places = [
-        torch.cat([text, parts[0]]),
-        *parts[1:],
-        image.nonzero()[:, 0],
-    ]
-    owner = [*range(len(ids)), 0]  # visual tokens are those of the first run
-    embedded = torch.cat([runs[run][0][0, at] for run, at in zip(owner, places, strict=True)][:-1])
-    counts = [len(each) for each in ids]
-    calls = [
-        _join_calls([run[1][index] for run in runs], counts, owner, places, size) for index in range(len(runs[0][1]))
-    ]
+    embedded = torch.cat([runs[0][0][0, text], *(run[0][0, part] for run, part in zip(runs, parts, strict=True))])
+    at = torch.cat([text, *parts, visual])
+    owner = torch.cat([torch.full_like(part, number) for number, part in enumerate((text, *parts))])
+    owner = torch.cat([owner, torch.zeros_like(visual)])
+    seen = (owner == 0) | (owner == owner[:, None])  # an answer attends to the prompt and itself
+    longest = max(range(len(ids)), key=lambda number: len(ids[number]))  # the others are called like its beginning
+    calls = [_gathered(call, len(ids[longest]), at, seen) for call in runs[longest][1]]
     for call in calls:  # blocks of one kind share their mask
         same = (other["attention_mask"] for other in calls)
         call["attention_mask"] = next(mask for mask in same if torch.equal(mask, call["attention_mask"]))
@@ -99,7 +95,7 @@ def joined(
         read.append(torch.arange(begin - 1, begin - 1 + len(part), device=device))
         read[-1][:1] = len(text) - 1  # its first token is predicted at the end of the prompt
         begin += len(part)
-    before = int(image.nonzero()[0, 0])
+    before = int(visual[0])
     if any(bool(call["attention_mask"][:before, before:].any()) for call in calls):
         before = 0
     layout, answers = Layout(grid, prefix=len(embedded)), [each[size:] for each in ids]
@@ -111,50 +107,18 @@ def token_axis(value: Tensor, count: int) -> int | None:
     return next((axis for axis in range(1, value.ndim) if value.shape[axis] == count), None)
 
 
-def _join_calls(
-    calls: Sequence[Mapping[str, Any]], counts: Sequence[int], owner: Sequence[int], at: Sequence[Tensor], prompt: int
-) -> dict[str, Any]:
-    """The arguments of a block for the sequences of several runs as one.
+def _gathered(call: Mapping[str, Any], count: int, at: Tensor, seen: Tensor) -> dict[str, Any]:
+    """The arguments of a block for the tokens `at` of a sequence of `count`, each of which attends to those `seen`."""
 
-    Args:
-        calls: The arguments in each run.
-        counts: The number of tokens of each.
-        owner: The run that each part of the joined sequence is from.
-        at: The tokens of each part.
-        prompt: The number of tokens of the prompt, which all runs share.
-    """
-    allowed = [_allowed(call["attention_mask"], count, at[0].device) for call, count in zip(calls, counts, strict=True)]
-    rows = []
-    for run, here in zip(owner, at, strict=True):
-        columns = []
-        for other, there in zip(owner, at, strict=True):
-            shared = (there < prompt) | (other == run)  # an answer attends to the prompt and itself
-            inside = there.clamp(max=counts[run] - 1)
-            prompts = (here[:, None] < prompt) & (there[None] >= prompt)
-            columns.append(allowed[run][here][:, inside] & shared & ~(prompts & (other != run)))
-        rows.append(torch.cat(columns, 1))
-    joined: dict[str, Any] = {"attention_mask": torch.cat(rows)}
-    for key in calls[0]:
-        if key != "attention_mask":
-            joined[key] = _join_values([call[key] for call in calls], counts, owner, at)
-    return joined
+    def gather(value: Tensor) -> Tensor:
+        axis = token_axis(value, count)
+        return value if axis is None else value.index_select(axis, at)
 
-
-def _join_values(values: Sequence[Any], counts: Sequence[int], owner: Sequence[int], at: Sequence[Tensor]) -> Any:
-    leaves = [tensors_in(value) for value in values]
-    order = {id(tensor): i for i, tensor in enumerate(leaves[0])}
-
-    def join(tensor: Tensor) -> Tensor:
-        axis = token_axis(tensor, counts[0])
-        if axis is None:
-            return tensor
-        number = order[id(tensor)]
-        return torch.cat(
-            [leaves[run][number].movedim(axis, 0)[here].movedim(0, axis) for run, here in zip(owner, at, strict=True)],
-            axis,
-        )
-
-    return map_tensors(values[0], join)
+    mask = _allowed(call["attention_mask"], count, at.device)[at][:, at] & seen
+    return {
+        **{key: map_tensors(value, gather) for key, value in call.items()},
+        "attention_mask": mask,
+    }
 
 
 def _allowed(mask: Tensor | None, count: int, device: torch.device) -> Tensor:

@@ -89,7 +89,7 @@ class AnswersAnatomy(TaskAnatomy):
         for key in ("labels", "sigmoid", "regression"):
             if about.pop(key, None):
                 raise PatchlightError(f"{name} answers in words, so {key} does not apply; give head=pl.heads.Answer(…)")
-        self.at, self.config = place, model.config
+        self.opened_at, self.config = place, model.config
         self.prompts = Prompts.of(processor, tokenizer, image_token_of(model.config), name)
         about.setdefault("preprocess", None)
         preprocess = about.pop("preprocess") or preprocess_of(model, processor, name)
@@ -98,11 +98,11 @@ class AnswersAnatomy(TaskAnatomy):
         layers = f"{language}.layers"
         self.tower_paths = [f"{tower}.{path}" for path in block_paths(model.get_submodule(tower))]
         self.language_paths = [f"{layers}.{i}" for i in range(len(model.get_submodule(layers)))]
-        seen = tower_facts(model, self.tower_paths, preprocess, name)
-        read, self.visual = max(seen.states), seen.visual
+        facts = tower_facts(model, self.tower_paths, preprocess, name)
+        read, self.visual = max(facts.states), facts.visual
         dead = len(self.tower_paths) - read
         self.tower_paths = self.tower_paths[:read]
-        grid = seen.grid
+        grid = facts.grid
         merge = round(math.sqrt(math.prod(grid) / self.visual))
         if merge**2 * self.visual != math.prod(grid):
             raise Unsupported(
@@ -110,19 +110,19 @@ class AnswersAnatomy(TaskAnatomy):
                 "one of each square of patches"
             )
         self.merge_size = merge
-        self.fine = Layout(grid, seen.tokens - math.prod(grid), merge=merge)
+        self.fine = Layout(grid, facts.tokens - math.prod(grid), merge=merge)
         self.coarse = (grid[0] // merge, grid[1] // merge)
         own = {"grid": grid, "prefix": self.fine.prefix} if place == "tower" else {"grid": self.coarse, "prefix": 0}
-        self._blank_ids = torch.tensor([*[image_token_of(model.config)] * self.visual, *seen.trial])
+        self._blank_ids = torch.tensor([*[image_token_of(model.config)] * self.visual, *facts.trial])
         self.head_paths = self.language_paths
         self.spared = (language, "lm_head")
-        self.packed = seen.packed and place == "tower"
+        self.packed = facts.packed and place == "tower"
         super().__init__(
             model,
             paths=self.tower_paths,
             name=name,
             preprocess=preprocess,
-            heads=seen.heads,
+            heads=facts.heads,
             **own,
             **about,
         )
@@ -137,7 +137,7 @@ class AnswersAnatomy(TaskAnatomy):
             self.can_rule = _NO_RULE if place == "language" else "norms and gated MLPs of its tower have no rule yet"
         elif dead:
             self.note = f"the vision tower of {name} reads block {read - 1} last: blocks behind it do nothing"
-        self._seen_states = () if seen.states == (read,) else seen.states
+        self._tower_states = () if facts.states == (read,) else facts.states
 
     note = ""
     """What a user should know about how it was opened."""
@@ -148,7 +148,7 @@ class AnswersAnatomy(TaskAnatomy):
     def wide(self) -> Self:
         """With a tower in float32; in its language model nothing needs more than the model's own type."""
         mixes = self.config.model_type != "smolvlm"  # its forward does not cast what leaves the tower
-        return super().wide() if self.at == "tower" and mixes else self
+        return super().wide() if self.opened_at == "tower" and mixes else self
 
     def default_question(self) -> Any:
         raise PatchlightError(
@@ -178,7 +178,7 @@ class AnswersAnatomy(TaskAnatomy):
         asked = getattr(self.question, "transcript", None)
         if asked is not None:
             return cast(Transcript, asked)
-        cache, key = self.running.prepared, ("trial", self.at)
+        cache, key = self.running.prepared, ("trial", self.opened_at)
         if key not in cache:
             ids = self._blank_ids.tolist()
             cache[key] = self.transcribe(ids[:-2], [ids[-2:]])
@@ -190,10 +190,10 @@ class AnswersAnatomy(TaskAnatomy):
         for answer in answers:
             check_vocabulary(torch.tensor(answer), self.net.get_input_embeddings().num_embeddings, self.name)
         ids = [torch.tensor([*prompt, *answer], device=self.device) for answer in answers]
-        runs = [self._record_language(each, len(answer)) for each, answer in zip(ids, answers, strict=True)]
+        runs = [self._record_calls(each, len(answer)) for each, answer in zip(ids, answers, strict=True)]
         return joined(runs, ids, len(prompt), image_token_of(self.config), self.coarse)
 
-    def _record_language(self, ids: Tensor, suffix: int) -> tuple[Tensor, list[dict[str, Any]]]:
+    def _record_calls(self, ids: Tensor, suffix: int) -> tuple[Tensor, list[dict[str, Any]]]:
         """What enters the first block of the language model, and the arguments of each, for a blank image."""
         sites, entered, calls = self.sites, list[Tensor](), list[dict[str, Any]]()
 
@@ -210,7 +210,7 @@ class AnswersAnatomy(TaskAnatomy):
             self.call(self.blank(1), ids, suffix)
         return entered[0], calls
 
-    def see_visual(self, images: Tensor | None = None, tokens: States | None = None) -> Tensor:
+    def visual_tokens(self, images: Tensor | None = None, tokens: States | None = None) -> Tensor:
         """The visual tokens [B,n,D] that enter the language model, of images or of the states of the tower.
 
         What its forward adds to them behind its first blocks stands in further channels [B,n,(1+added)D].
@@ -299,7 +299,7 @@ class AnswersAnatomy(TaskAnatomy):
 
     def lens(self, images: Tensor, ids: Tensor) -> Tensor:
         """The logits [B,S+n,T] of words `ids` [T] at every place of the sequence of images."""
-        tokens = self._sequence(self.see_visual(images))
+        tokens = self._sequence(self.visual_tokens(images))
         for index in range(len(self.language_paths)):
             tokens = self._layer(index, tokens, None)
         return torch.cat([self._words_at(part)[..., ids] for part in tokens.split(64, 1)], 1)
@@ -307,7 +307,7 @@ class AnswersAnatomy(TaskAnatomy):
     def answer_logs(self, visual: Tensor, keep: Tensor | None = None) -> list[Tensor]:
         """The same for visual tokens [B,n,D], of which only those at `keep` [B,k] are shown."""
         tokens, keys = self._sequence(visual), None
-        with torch._C.DisableTorchFunction() if self.at == "tower" else contextlib.nullcontext():
+        with torch._C.DisableTorchFunction() if self.opened_at == "tower" else contextlib.nullcontext():
             if keep is not None:
                 tokens = tokens.gather(1, self._where(keep, tokens))
                 keys = None if torch.is_grad_enabled() else self._keys(tokens)
@@ -350,17 +350,17 @@ class AnswersAnatomy(TaskAnatomy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return self.sites.blocks if self.at == "tower" else self.sites.heads
+        return self.sites.blocks if self.opened_at == "tower" else self.sites.heads
 
     def width_of(self, index: int) -> int:
-        if self.at == "tower":
+        if self.opened_at == "tower":
             return super().width_of(index)
         return self.transcript.text.shape[1] * (1 + (self.added or 0))
 
     @property
     def layout_read(self) -> Layout:
         """How tokens stand at the place it is opened at."""
-        return self.fine if self.at == "tower" else self.transcript.layout
+        return self.fine if self.opened_at == "tower" else self.transcript.layout
 
     def model_output(self, images: Tensor) -> Tensor:
         return self._read(self.plain_logs(images), len(images))
@@ -371,10 +371,10 @@ class AnswersAnatomy(TaskAnatomy):
         return torch.cat(out, 1) if self.question is None else self.question.logits(out, rows)
 
     def embed(self, images: Tensor) -> Tensor:
-        return super().embed(images) if self.at == "tower" else self._sequence(self.see_visual(images))
+        return super().embed(images) if self.opened_at == "tower" else self._sequence(self.visual_tokens(images))
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        if self.at == "language":
+        if self.opened_at == "language":
             return self._layer(index, tokens, positions)
         if not self.packed:
             return super().block(index, tokens, positions)
@@ -413,7 +413,7 @@ class AnswersAnatomy(TaskAnatomy):
         return self._answered(tokens, positions)
 
     def _answered(self, tokens: States, positions: Tensor | None) -> Tensor:
-        if self.at == "language":
+        if self.opened_at == "language":
             return self._read(self._logs(cast(Tensor, tokens)), len(tokens))
 
         def filled(state: Tensor) -> Tensor:
@@ -423,7 +423,7 @@ class AnswersAnatomy(TaskAnatomy):
                 state = full.scatter(1, places[..., None].expand_as(state), state)
             return state.to(self.dtype).contiguous()  # a widened pass has wider tokens; models take views of them
 
-        visual = self.see_visual(tokens={index: filled(state) for index, state in self._states(tokens).items()})
+        visual = self.visual_tokens(tokens={index: filled(state) for index, state in self._states(tokens).items()})
         return self._read(self.answer_logs(visual, self._groups(positions)), len(visual))
 
     def _groups(self, positions: Tensor | None) -> Tensor | None:
@@ -439,8 +439,8 @@ class AnswersAnatomy(TaskAnatomy):
     def _refuse_single(self) -> str:
         s = self.merge_size
         return (
-            f"{self.name} pools {s} x {s} patches into one visual token, so a single patch cannot be removed; use "
-            "unit='merge'"
+            f"{self.name} pools {s} x {s} patches into one visual token, so a single patch cannot be taken out; "
+            "unit='merge' works"
         )
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ class AnswersAnatomy(TaskAnatomy):
         return features
 
     def parts(self, index: int) -> Parts:
-        if self.at == "language":
+        if self.opened_at == "language":
             return Parts(beyond=_NO_RULE)
         return HuggingFaceAnatomy.parts(cast(Any, self), index)
 
@@ -458,7 +458,7 @@ class AnswersAnatomy(TaskAnatomy):
         return HuggingFaceAnatomy.projection(cast(Any, self))
 
     def cannot_remove(self, unit: str) -> str | None:
-        return self._stuck if unit == "merge" else self.can_drop
+        return self._cannot_drop if unit == "merge" else self.can_drop
 
     def end_tokens(self) -> set[int]:
         """The ids that end an answer."""
@@ -470,24 +470,24 @@ class AnswersAnatomy(TaskAnatomy):
         """A picture of the mean colour of images."""
         return image.mean((2, 3), keepdim=True).expand_as(image)
 
-    _stuck: str | None = None
+    _cannot_drop: str | None = None
     """Why no patches can leave the sequence, not even those of a visual token together."""
 
     def check_droppable(self) -> None:
-        if self._stuck is not None:
-            raise Unsupported(f"{self.name} cannot drop tokens: {self._stuck}")
+        if self._cannot_drop is not None:
+            raise Unsupported(f"{self.name} cannot drop tokens: {self._cannot_drop}")
 
     def prepared(self, image: Tensor, size: tuple[int, int] | None = None) -> Self:
         found = super().prepared(image, size)
-        if self.at == "language" and found.question is not None:
+        if self.opened_at == "language" and found.question is not None:
             found.layout = found.transcript.layout
         return found
 
     def check(self) -> None:
         if self.bare is None:
             with torch.inference_mode(False), torch.no_grad(), self.steady():
-                self.added = self._see_added(random_image(self))
-                if self.at == "language":
+                self.added = self._count_added(random_image(self))
+                if self.opened_at == "language":
                     self.layout = self.transcript.layout
                     Anatomy.check(self)
                 else:
@@ -497,8 +497,8 @@ class AnswersAnatomy(TaskAnatomy):
     def _check_tower(self) -> None:
         """Find the order of patches, check that each square makes one visual token, and how patches are dropped."""
         image = random_image(self)
-        self.layout = self.fine = replace(self.fine, order=self._see_order(image))
-        self.states_read = self._seen_states
+        self.layout = self.fine = replace(self.fine, order=self._find_order(image))
+        self.states_read = self._tower_states
         tokens = self.run(self.embed(image))
         squares = self.fine.sets("merge")
         picked = torch.arange(self.visual) % 3 == 0
@@ -507,19 +507,19 @@ class AnswersAnatomy(TaskAnatomy):
         noise = torch.zeros_like(tokens)
         noise[:, cells] = torch.randn(noise[:, cells].shape, generator=torch.Generator().manual_seed(1)).to(tokens)
         changed = {index: state + noise for index, state in states.items()}
-        moved = (self.see_visual(tokens=states) != self.see_visual(tokens=changed)).any(2)[0].cpu()
+        moved = (self.visual_tokens(tokens=states) != self.visual_tokens(tokens=changed)).any(2)[0].cpu()
         if not torch.equal(moved, picked):
             raise Unsupported(f"{self.name} does not make one visual token of each square of patches")
-        self._stuck = self._see_absent(tokens)
-        self.can_drop = self._stuck or (self._refuse_single() if self.merge_size > 1 else None)
+        self._cannot_drop = self._why_not_removed(tokens)
+        self.can_drop = self._cannot_drop or (self._refuse_single() if self.merge_size > 1 else None)
 
-    def _see_added(self, image: Tensor) -> int:
+    def _count_added(self, image: Tensor) -> int:
         """Behind how many of its first blocks the language model's forward adds to visual tokens."""
         width = self.transcript.text.shape[1]
-        parts = self.see_visual(image).split(width, 2)[1:]
+        parts = self.visual_tokens(image).split(width, 2)[1:]
         return max((index + 1 for index, part in enumerate(parts) if bool(part.any())), default=0)
 
-    def _see_order(self, image: Tensor) -> tuple[int, ...] | None:
+    def _find_order(self, image: Tensor) -> tuple[int, ...] | None:
         """The place of each patch among the tokens, found by changing patches whose number has a bit set."""
         cells = self.fine.cells
         codes = torch.arange(1.0, cells + 1, device=image.device).view(1, *self.fine.grid)
@@ -534,7 +534,7 @@ class AnswersAnatomy(TaskAnatomy):
             raise Unsupported(f"the patches of {self.name} cannot be located")
         return tuple(place[cell] for cell in range(cells))
 
-    def _see_absent(self, tokens: Tensor) -> str | None:
+    def _why_not_removed(self, tokens: Tensor) -> str | None:
         """Why patches cannot leave the tower: its blocks must compute the same when they are hidden from attention."""
         if self.packed:
             return None  # windows become shorter

@@ -66,7 +66,7 @@ def token_activation(ask: Ask, earlier: bool = True) -> Tensor:
             explained.append(cells[..., t] - beta * mixed)
         maps.append(torch.stack(explained).mean(0))
     every = torch.stack(maps, 1)
-    if vit.at == "tower":
+    if vit.opened_at == "tower":
         every = every[..., vit.fine.sets("merge").to(every.device)]
     index = ask.targets.index.to(every.device)
     chosen = every.gather(1, index[..., None].expand(-1, -1, every.shape[2]))

@@ -17,7 +17,7 @@ from patchlight.core.targets import Outputs
 VISUAL = 0.5
 """Gain in nats from which a word counts as seen in the image."""
 _ADDS = 0.1
-"""Gain of an answer below which the image adds almost nothing to it."""
+"""Gain of an answer below which the image has almost no effect on it."""
 _LONGEST = 64
 """Tokens of a generated answer."""
 
@@ -96,7 +96,7 @@ class Answer(Question):
             if len(choices) < 2:
                 raise PatchlightError(f"choices has {len(choices)} answer(s); give at least two")
             self.outputs = Outputs("softmax")
-        self.prompt, self.answer, self.asked, self.against = prompt, answer, words, against
+        self.prompt, self.answer, self.selection, self.against = prompt, answer, words, against
         self.choices, self.force, self.without = choices, force, without
         self.labels: list[str] = []
         self.words: tuple[Word, ...] = ()
@@ -105,7 +105,7 @@ class Answer(Question):
         names: dict[str, Any] = {
             "prompt": self.prompt,
             "answer": self.answer,
-            "words": self.asked,
+            "words": self.selection,
             "against": None if self.normalised else self.against,
         }
         names |= {"choices": self.choices, "without": self.without if self.without != "removed" else None}
@@ -128,7 +128,7 @@ class Answer(Question):
             gain = float((self.full - self.prior)[self.tokens[label]].sum())
             if abs(gain) < _ADDS:
                 raise PatchlightError(
-                    f"the image adds almost nothing to '{self.labels[label]}' ({gain:.2g} nats), so a curve from its "
+                    f"the image has almost no effect on '{self.labels[label]}' ({gain:.2g} nats), so a curve from its "
                     "probability without the image to that with it says nothing; measure words with a gain"
                 )
 
@@ -145,12 +145,12 @@ class Answer(Question):
         self.transcript = vit.transcribe(prompt, answers)
         self.text = prompts.pieces(ids)[0].strip()
         with torch.no_grad():
-            asked = vit.ask(self, bind=False)
-            visual = vit.see_visual(image)
-            full = asked.answer_logs(visual)[0][0]
+            model = vit.ask(self, bind=False)
+            visual = vit.visual_tokens(image)
+            full = model.answer_logs(visual)[0][0]
             keep = torch.zeros(1, 0, dtype=torch.long, device=image.device)
-            blank = visual if self.without == "removed" else vit.see_visual(vit.blank_picture(image))
-            prior = asked.answer_logs(blank, keep if self.without == "removed" else None)[0][0]
+            blank = visual if self.without == "removed" else vit.visual_tokens(vit.blank_picture(image))
+            prior = model.answer_logs(blank, keep if self.without == "removed" else None)[0][0]
         self.full, self.prior = full, prior
         self.words = tuple(self._word(word, tokens) for word, tokens in prompts.words(ids))
         if not generated and not self.force:
@@ -164,21 +164,21 @@ class Answer(Question):
 
     def _generate(self, vit: Any, image: Tensor, prompt: Sequence[int]) -> list[int]:
         """The most probable token again and again, until an end token."""
-        ends, said = vit.end_tokens(), list[int]()
+        ends, answer = vit.end_tokens(), list[int]()
         with torch.no_grad():
-            while len(said) < _LONGEST:
-                ids = torch.tensor([*prompt, *said], device=image.device)
-                logits = vit.call(image, ids, len(said)).logits[0, -1]
+            while len(answer) < _LONGEST:
+                ids = torch.tensor([*prompt, *answer], device=image.device)
+                logits = vit.call(image, ids, len(answer)).logits[0, -1]
                 logits[vit.prompts.image_token] = -torch.inf  # it stands for pictures, not for words
                 token = int(logits.argmax())
                 if token in ends:
                     break
-                said.append(token)
-        if not said:
+                answer.append(token)
+        if not answer:
             raise PatchlightError(
-                f"{vit.name} says nothing about this image: its answer is 0 tokens; give answer= to explain one"
+                f"{vit.name} generates an empty answer for this image; give answer= to explain another one"
             )
-        return said
+        return answer
 
     def _check_said(self, vit: Any, image: Tensor, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Warn of an answer that the model would not give."""
@@ -188,51 +188,51 @@ class Answer(Question):
             said = vit.prompts.pieces(self._generate(vit, image, prompt))[0].strip()
             warn(
                 f"the answer is not what {vit.name} says for this image (it says '{said}'); give force=True to explain "
-                "it without this warning",
+                "it anyway, without this warning",
                 DegenerateMap,
             )
 
     def _choose(self, count: int) -> None:
         """Find the tokens of each label, and refuse words without any, or without a gain."""
         gains = self.full - self.prior
-        if self.asked == "all":
+        if self.selection == "all":
             self.labels, self.tokens = [self.text], [list(range(count))]
-        elif self.asked is None or self.asked == "visual":
+        elif self.selection is None or self.selection == "visual":
             seen = [word for word in self.words if word.seen or self.force]
             if not seen:
                 most = max(self.words, key=lambda word: word.gain, default=None)
                 best = f" (the largest gain is {most.gain:.2g} nats, of '{most.word}')" if most is not None else ""
                 raise PatchlightError(
-                    f"the image adds almost nothing to any word of the answer '{self.text}'{best}; give words=[…] with "
+                    f"the image has almost no effect on any word of the answer '{self.text}'{best}; set words=[…] and "
                     "force=True to explain some anyway"
                 )
-            if self.asked is None:
+            if self.selection is None:
                 self.labels, self.tokens = _numbered([word.word for word in seen]), [list(w.tokens) for w in seen]
             else:
                 self.labels = [" ".join(word.word for word in seen)]
                 self.tokens = [sorted({t for word in seen for t in word.tokens})]
         else:
-            chosen = [self._find(word) for word in self.asked]
+            chosen = [self._find(word) for word in self.selection]
             self.labels, self.tokens = [label for label, _ in chosen], [tokens for _, tokens in chosen]
         weak = [
             label for label, at in zip(self.labels, self.tokens, strict=True) if abs(float(gains[at].sum())) < _ADDS
         ]
         if weak and not self.force:
             raise PatchlightError(
-                f"the image adds almost nothing to '{weak[0]}' (its log-probability without it is within {_ADDS} "
-                "nats), so a map would not explain it; give force=True to see it anyway"
+                f"the image has almost no effect on '{weak[0]}' (its log-probability without the image is within "
+                f"{_ADDS} nats), so a map would not explain it; set force=True to compute it anyway"
             )
 
-    def _find(self, asked: str) -> tuple[str, list[int]]:
+    def _find(self, word: str) -> tuple[str, list[int]]:
         """The tokens of a word or of several words in a row."""
         spoken = [word.word.casefold() for word in self.words]
-        parts = asked.casefold().split()
+        parts = word.casefold().split()
         for i in range(len(spoken) - len(parts) + 1):
             if parts and spoken[i : i + len(parts)] == parts:
-                return asked, sorted({t for word in self.words[i : i + len(parts)] for t in word.tokens})
+                return word, sorted({t for word in self.words[i : i + len(parts)] for t in word.tokens})
         raise PatchlightError(
-            f"the answer '{self.text}' is {len(self.full)} tokens and none of them lies in words={[asked]}; its "
-            "words are " + (", ".join(word.word for word in self.words) or "none")
+            f"the answer '{self.text}' is {len(self.full)} tokens and none of them lies in words={[word]}; its words "
+            "are " + (", ".join(each.word for each in self.words) or "none")
         )
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
