@@ -217,7 +217,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         modules, lists = dict(net.named_modules()), (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-        self.paths = {id(module): path for path, module in modules.items()}
+        self.paths: dict[int, str] = {id(module): path for path, module in modules.items()}
         self.listed = {
             id(modules[path]) for path in modules if path and isinstance(modules[path.rpartition(".")[0]], lists)
         }

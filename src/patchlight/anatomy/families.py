@@ -25,7 +25,7 @@ class LoadRequest:
         tag: Which of several pretrained weights, if the user chose.
         weights: The user's tensors that will be loaded; the number of classes is read from them.
         options: Options of the model's constructor.
-        about: Keywords for `wrap`.
+        overrides: Keywords for `wrap`.
     """
 
     name: str

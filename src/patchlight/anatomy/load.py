@@ -52,7 +52,7 @@ def wrap(
     texts: Sequence[str] | None = None,
     template: str | Sequence[str] = "{}",
     registers: Any = None,
-    **about: Any,
+    **overrides: Any,
 ) -> Anatomy:
     """Open a model that you already have: timm, transformers, open_clip, torchvision, or your own module.
 
@@ -73,23 +73,23 @@ def wrap(
         registers: What `pl.find_registers` returns, or MLP neurons by block such as {7: [417]}: they write to one more
             token instead of to the patches, so that outlier tokens disappear. It changes the model a little, so measure
             its maps on the model without. Default: none.
-        about: Overrides of the values read from the model: `labels` (names, a list or a CSV file), `name`, `preprocess`
-            (a `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder) or
+        overrides: Replace values read from the model: `labels` (names, a list or a CSV file), `name`, `preprocess` (a
+            `Preprocess`, a dictionary or a JSON or TOML file of some of its fields, or a processor's folder) or
             `processor` (a transformers image processor), `tokenizer` (of transformers or `open_clip.get_tokenizer`; a
             `processor` may contain one), `sigmoid`, `regression=True` (its outputs are numbers), `stage` (0-based, or
             negative from the end: where a hierarchical model is opened). For a module of yours also `output` (a
             function from its output to the logits [B,C]), `input_shape` (of one input that is not an image, with
-            `axes`) and, where it changes the backbone's, `grid`, `prefix`, `channels`, `extent` or `pooling`. For a
-            head over bags of tiles [B,n,E], `bag=E`, the number of features of
-            a tile; `explain` then takes bags of any number of tiles.
+            `axes`) and, if they differ from the backbone's, `grid`, `prefix`, `channels`, `extent` or `pooling`. For a
+            head over bags of tiles [B,n,E], `bag=E`, the number of features of a tile; `explain` then takes bags of
+            any number of tiles.
     """
-    about = {key: value for key, value in about.items() if value is not None}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
     if isinstance(model, Anatomy):
-        if about:
-            raise PatchlightError(f"{', '.join(about)} cannot be given for {model.name}, which is wrapped already")
+        if overrides:
+            raise PatchlightError(f"{', '.join(overrides)} cannot be given for {model.name}, which is wrapped already")
         return _registered(_with_head(model, head, texts, template), registers)
-    _check_own(about, head, texts)
-    return _registered(_with_head(_wrapped(model, about), head, texts, template), registers)
+    _check_own(overrides, head, texts)
+    return _registered(_with_head(_wrapped(model, overrides), head, texts, template), registers)
 
 
 def _registered(anatomy: Anatomy, registers: Any) -> Anatomy:
@@ -99,9 +99,9 @@ def _registered(anatomy: Anatomy, registers: Any) -> Anatomy:
     return anatomy if registers is None else with_registers(anatomy, registers)
 
 
-def _check_own(about: Mapping[str, Any], head: Head | None, texts: Sequence[str] | None) -> None:
+def _check_own(overrides: Mapping[str, Any], head: Head | None, texts: Sequence[str] | None) -> None:
     """Refuse settings of the model's own classifier when another head is given."""
-    own = next((key for key in ("sigmoid", "regression", "labels") if about.get(key)), None)
+    own = next((key for key in ("sigmoid", "regression", "labels") if overrides.get(key)), None)
     if own is not None and (head is not None or texts is not None):
         raise PatchlightError(
             f"{own} would be about the model's own classifier, and another head was given; give {own} to the head"
@@ -135,24 +135,24 @@ def _with_head(
     return anatomy.ask(head)
 
 
-def _wrapped(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    about = _check_keywords(about)
+def _wrapped(model: nn.Module, overrides: dict[str, Any]) -> Anatomy:
+    overrides = _check_keywords(overrides)
     if not isinstance(model, nn.Module):
         raise PatchlightError(f"wrap needs a torch module, not {type(model).__name__}; load takes names")
     model = _unwrap(model)
     _check_quantised(model)
-    if "processor" in about and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
-        about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
-    if "tokenizer" in about and not has_text_side(model) and type(model).__name__ not in ANSWERING:
+    if "processor" in overrides and not any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        _apply_processor(model, overrides)
+    if "tokenizer" in overrides and not has_text_side(model) and type(model).__name__ not in ANSWERING:
         raise PatchlightError(f"{type(model).__name__} has no text encoder, so a tokenizer does not apply")
-    if "labels" in about:
-        about["labels"] = read_labels(about["labels"])
-    if "preprocess" in about:
-        about["preprocess"] = applied(about["preprocess"], lambda: _model_preprocess(model, about))
-    if "bag" in about:
-        anatomy: Anatomy = open_bag(model, about)
+    if "labels" in overrides:
+        overrides["labels"] = read_labels(overrides["labels"])
+    if "preprocess" in overrides:
+        overrides["preprocess"] = applied(overrides["preprocess"], lambda: _model_preprocess(model, overrides))
+    if "bag" in overrides:
+        anatomy: Anatomy = open_bag(model, overrides)
     else:
-        anatomy = _describe(model, about) if "blocks" in about else _read(model, about)
+        anatomy = _describe(model, overrides) if "blocks" in overrides else _read(model, overrides)
     _check_colours(anatomy)
     check_finite(model, anatomy.name)
     anatomy.check()
@@ -204,15 +204,15 @@ def load(
     if isinstance(pretrained, str) and not family.tagged:
         raise PatchlightError(f"pretrained is {pretrained!r}; only open_clip's weights have tags, others True or False")
     state = read_weights(Path(weights)) if weights is not None else None
-    about: dict[str, Any] = {"name": rest or name}
-    about |= {} if preprocess is None else {"preprocess": read_preprocess(preprocess)}
-    about |= {} if labels is None else {"labels": labels}
-    about |= {key: value for key in _PASSED if (value := options.pop(key, None)) is not None}
-    _check_own(about, head, texts)
+    overrides: dict[str, Any] = {"name": rest or name}
+    overrides |= {} if preprocess is None else {"preprocess": read_preprocess(preprocess)}
+    overrides |= {} if labels is None else {"labels": labels}
+    overrides |= {key: value for key in _PASSED if (value := options.pop(key, None)) is not None}
+    _check_own(overrides, head, texts)
     tag = pretrained if isinstance(pretrained, str) else None
     fetch = state is None and pretrained is not False
-    model, more = _create(family, name, LoadRequest(rest, fetch, tag, state, options, about))
-    anatomy = _wrapped(model.to(_TYPES[precision]), {**about, **more})
+    model, more = _create(family, name, LoadRequest(rest, fetch, tag, state, options, overrides))
+    anatomy = _wrapped(model.to(_TYPES[precision]), {**overrides, **more})
     if state is not None:
         if "img_size" in options or "image_size" in options:
             state = resampled(state, anatomy.model, anatomy.grid, f"'{weights}'")
@@ -248,20 +248,20 @@ def _create(family: Family, name: str, request: LoadRequest) -> tuple[nn.Module,
     return made if isinstance(made, tuple) else (made, {})
 
 
-def _check_keywords(about: dict[str, Any]) -> dict[str, Any]:
+def _check_keywords(overrides: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `wrap`; unknown ones are refused."""
     known = {*_OVERRIDES, *_DESCRIPTION, *CUSTOM, *_LAYOUT, "bag"}
-    unknown = next((key for key in about if key not in known), None)
+    unknown = next((key for key in overrides if key not in known), None)
     if unknown is not None:
         raise PatchlightError(f"wrap takes no '{unknown}'; {nearest(unknown, known)}")
-    if "preprocess" in about:
-        about["preprocess"] = read_preprocess(about["preprocess"])
-    if "output" in about and not callable(about["output"]):
-        kind = type(about["output"]).__name__
+    if "preprocess" in overrides:
+        overrides["preprocess"] = read_preprocess(overrides["preprocess"])
+    if "output" in overrides and not callable(overrides["output"]):
+        kind = type(overrides["output"]).__name__
         raise PatchlightError(f"output is {kind}; give a function, such as output=lambda out: out['logits']")
-    if "output" in about and "blocks" in about and "bag" not in about:
+    if "output" in overrides and "blocks" in overrides and "bag" not in overrides:
         raise PatchlightError("output= does not apply to a model described by hand; let readout return the logits")
-    return about
+    return overrides
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -297,26 +297,32 @@ def _check_quantised(model: nn.Module) -> None:
             )
 
 
-def _model_preprocess(model: nn.Module, about: dict[str, Any]) -> Preprocess:
+def _model_preprocess(model: nn.Module, overrides: dict[str, Any]) -> Preprocess:
     """The model's own preprocessing, some of which is replaced."""
-    if "blocks" in about:
+    if "blocks" in overrides:
         return Preprocess((224, 224))
-    given: PreprocessSpec = about["preprocess"]
+    spec: PreprocessSpec = overrides["preprocess"]
     with warnings.catch_warnings():
-        if given.size and given.mean and given.std:  # no relevant assumption
+        if spec.size and spec.mean and spec.std:  # no relevant assumption
             warnings.simplefilter("ignore", AssumedPreprocess)
-        return _read(model, {key: value for key, value in about.items() if key != "preprocess"}).preprocess
+        return _read(model, {key: value for key, value in overrides.items() if key != "preprocess"}).preprocess
 
 
-def _read(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    anatomy = None if any(key in about for key in CUSTOM) else read_anatomy(model, dict(about))
-    if anatomy is None and "processor" in about:
-        about["preprocess"] = as_processed(about.pop("processor"), 3, str(about.get("name", type(model).__name__)))
-    if anatomy is None and ("output" in about or not has_text_side(model)):
-        anatomy = read_custom(model, about)
+def _read(model: nn.Module, overrides: dict[str, Any]) -> Anatomy:
+    anatomy = None if any(key in overrides for key in CUSTOM) else read_anatomy(model, dict(overrides))
+    if anatomy is None and "processor" in overrides:
+        _apply_processor(model, overrides)
+    if anatomy is None and ("output" in overrides or not has_text_side(model)):
+        anatomy = read_custom(model, overrides)
     if anatomy is None:
         raise PatchlightError(_how_to_describe(model))
     return anatomy
+
+
+def _apply_processor(model: nn.Module, overrides: dict[str, Any]) -> None:
+    """Replace an image processor by its preprocessing."""
+    name = str(overrides.get("name", type(model).__name__))
+    overrides["preprocess"] = as_processed(overrides.pop("processor"), 3, name)
 
 
 def _how_to_describe(model: nn.Module) -> str:
@@ -342,13 +348,13 @@ def _how_to_describe(model: nn.Module) -> str:
     )
 
 
-def _describe(model: nn.Module, about: dict[str, Any]) -> Anatomy:
-    missing = [key for key in _DESCRIPTION if key not in about]
+def _describe(model: nn.Module, overrides: dict[str, Any]) -> Anatomy:
+    missing = [key for key in _DESCRIPTION if key not in overrides]
     if missing:
         raise PatchlightError(f"to describe a model by hand, also give {', '.join(missing)}")
-    about.setdefault("preprocess", Preprocess((224, 224)))
-    about.setdefault("name", type(model).__name__)
-    return DescribedAnatomy(model, **about)
+    overrides.setdefault("preprocess", Preprocess((224, 224)))
+    overrides.setdefault("name", type(model).__name__)
+    return DescribedAnatomy(model, **overrides)
 
 
 def _could_not(name: str, fetch: bool, error: Exception) -> str:
