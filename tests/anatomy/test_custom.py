@@ -303,7 +303,7 @@ class Two(Own):
         (lambda: Own(lambda own, t: own.mlp(t[:, 0, :9])), r"does not take an image of shape \[1, 3, 64, 64\]: .*mat"),
         (
             lambda: Around(STAGED["pit"]()),
-            r"built around 'model', a PoolingVisionTransformer, which has no blocks",
+            r"built around 'model', a PoolingVisionTransformer, which has no transformer blocks",
         ),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), r"Sequential is not a supported model"),
     ],

@@ -190,7 +190,7 @@ def test_nothing_is_left_of_a_run(opened: dict[str, pl.Anatomy]) -> None:
         with ThreadPoolExecutor(1) as other, pytest.raises(Unsupported, match="inside one `steady`"):
             other.submit(_read, vit, tokens).result()
         vit.run(vit.embed(IMAGES[:1]))
-        with pytest.raises(Unsupported, match="not all of them have run on these tokens"):
+        with pytest.raises(Unsupported, match="not all of these blocks have run on these tokens"):
             vit.readout(tokens)
         vit.run(tokens, start=2)
         with pytest.raises(Unsupported, match="reads the tokens of blocks 0, 1, 2, 3"):

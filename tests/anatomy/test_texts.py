@@ -180,7 +180,7 @@ def test_a_tokenizer_of_another_transformers_model_is_refused() -> None:
         def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
             return {"input_ids": torch.full((len(texts), 3), 99)}
 
-    with pytest.raises(pl.PatchlightError, match=r"gives token 99.*knows 0 to 59"):
+    with pytest.raises(pl.PatchlightError, match=r"gives token 99.*is 0 to 59"):
         quiet(transformers_model("CLIPModel"), texts=["a dog"], tokenizer=Other())
 
     class Broken:
@@ -238,7 +238,7 @@ def test_open_clip_preprocessing_is_its_own() -> None:
 
 def test_open_clip_names() -> None:
     pytest.importorskip("open_clip")
-    with pytest.raises(pl.PatchlightError, match=r"no model called 'ViT-B-17'.*'ViT-B-16'"):
+    with pytest.raises(pl.PatchlightError, match=r"does not have the model 'ViT-B-17'.*'ViT-B-16'"):
         pl.load("open_clip:ViT-B-17", texts=TEXTS)
     with pytest.raises(pl.PatchlightError, match=r"no weights 'opnai' for 'ViT-B-16'.*'openai'"):
         pl.load("open_clip:ViT-B-16", texts=TEXTS, pretrained="opnai")

@@ -161,5 +161,5 @@ def test_the_recipe_asks_each_model_its_own_task() -> None:
     for task, model in recipe.models.items():
         assert model.name == f"ground-truth:{task}"
         assert recipe.data_for(task).options == {"task": task}
-    with pytest.raises(PatchlightError, match="no task of ground truth is called 'colour'"):
+    with pytest.raises(PatchlightError, match="unknown ground-truth task 'colour'"):
         pl.load("ground-truth:colour")

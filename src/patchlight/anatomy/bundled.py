@@ -32,7 +32,7 @@ def create_ground_truth(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]
     """Build the bundled model of a task whose cause is known."""
     if request.name not in ground_truth.tasks():
         raise PatchlightError(
-            f"no task of ground truth is called '{request.name}'; {nearest(request.name, ground_truth.tasks())}"
+            f"unknown ground-truth task '{request.name}'; {nearest(request.name, ground_truth.tasks())}"
         )
     card = ground_truth.description()
     overrides = _about(request.name, request, _preprocess(card), card["tasks"][request.name]["classes"])

@@ -238,7 +238,9 @@ class Contract(ABC):
 
     def default_question(self) -> Any:
         """The question that is asked of a model with a `task` if none is given."""
-        raise PatchlightError(f"{self.name} is a model for {self.task}; give head=, a question of pl.heads")
+        raise PatchlightError(
+            f"{self.name} is a model for {self.task}, so it needs a question; give head=, one of pl.heads"
+        )
 
     def encode_texts(self, prompts: Sequence[str]) -> Tensor:
         """Features [n,E] of sentences, comparable with those of images; only for models with a text encoder."""

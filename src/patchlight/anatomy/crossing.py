@@ -73,7 +73,7 @@ class CrossedAnatomy(Anatomy):
         """Which tokens the attention of each block connects, if not all with all."""
         self.stages, self.hierarchical = stages, stages is not None
         if stages is not None and stages.late:
-            self.can_attend = "a token joins the patches in a later stage"
+            self.can_attend = "a token is added in a later stage"
         self.breaks: frozenset[int] = frozenset()
         """Blocks whose input is not the output of the block before."""
         self.beyond = ""
@@ -241,8 +241,8 @@ class CrossedAnatomy(Anatomy):
         noted = {**(trail.states if trail is not None and usable else {}), len(self.paths): tokens}
         if any(index not in noted or len(noted[index]) != len(tokens) for index in self.reads):
             raise Unsupported(
-                f"{self.name} reads the tokens of blocks {', '.join(str(i - 1) for i in self.reads)}, and not all of "
-                "them have run on these tokens; run all blocks and the readout inside one `steady`"
+                f"{self.name} reads the tokens of blocks {', '.join(str(i - 1) for i in self.reads)}, but not all of "
+                "these blocks have run on these tokens; run all blocks and the readout inside one `steady`"
             )
         return {index: noted[index] for index in self.reads}
 
@@ -489,7 +489,7 @@ class CrossedAnatomy(Anatomy):
             same = alike(self.block(self.depth - 1, before)[:, :1], self.first_row(before), 1e-4)
         except Unsupported:  # a projection that is not linear
             return ""
-        return "" if same else "its blocks do more than attention and an MLP, each behind a norm"
+        return "" if same else "its blocks are not attention and an MLP, each after a norm"
 
     def check_constants(self, calls: Sequence[BlockCall]) -> None:
         """Refuse blocks that read something of the image besides their tokens."""
@@ -537,10 +537,10 @@ class CrossedAnatomy(Anatomy):
         self.states_read = ()
         if failed is not None:
             raise PatchlightError(
-                f"what {self.name} does behind its backbone cannot be run by itself: {first_line(failed)}; {BY_HAND}"
+                f"what {self.name} runs after its backbone cannot be run separately: {first_line(failed)}; {BY_HAND}"
             ) from failed
         if not alike(end, last):
-            why, worst = "its forward, or a hook, does more than call one block after the other", (end, last)
+            why, worst = "its forward, or a hook, does more than call the blocks in sequence", (end, last)
         elif alike(expected, self._behind(dict(enumerate(states)), image)):
             why, worst = "its head also reads the image", (expected, logits)
         else:
@@ -589,7 +589,7 @@ class CrossedAnatomy(Anatomy):
                 continue
             if alike(hidden, short, 1e-4):
                 break
-            reason = "its blocks compute other tokens when some are left out than when these are hidden from attention"
+            reason = "removing tokens gives another result than masking them in attention"
         else:
             return reason
         if self.several_states:  # run again, without the other run between its blocks
@@ -605,7 +605,7 @@ class CrossedAnatomy(Anatomy):
             same = alike(self.classified(states), self.classified(turned), 1e-4)
         except Exception as error:
             return f"its head takes exactly {self.tokens} tokens ({first_line(error)})"
-        return None if same else "its head reads tokens by their place in the grid"
+        return None if same else "its head depends on the positions of tokens in the grid"
 
     def drop_and_hide(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         """The kept tokens behind the last block, once with the others dropped and once with their keys hidden."""

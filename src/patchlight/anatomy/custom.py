@@ -185,7 +185,7 @@ def _discovered(model: nn.Module, overrides: dict[str, Any], kind: str) -> Anato
     *_, last = model.modules()
     if isinstance(last, nn.Tanh) and "output" not in overrides and not facts.get("regression"):
         raise PatchlightError(
-            f"{kind} ends in a Tanh, so its outputs are numbers from -1 to 1 and not logits; give regression=True, or "
+            f"{kind} ends in a Tanh, so its outputs are values from -1 to 1, not logits; set regression=True or "
             "remove the Tanh"
         )
     discovery = find_blocks(model, lambda net, images: net(images), shape, kind, dims=dims)
@@ -197,7 +197,7 @@ def _around(model: nn.Module, path: str, backbone: Anatomy, overrides: dict[str,
     if backbone.hierarchical and backbone.depth == 0:
         inner = type(backbone.model).__name__
         raise PatchlightError(
-            f"{kind} is built around '{path}', a {inner}, which has no blocks to cross; wrap it alone"
+            f"{kind} is built around '{path}', a {inner}, which has no transformer blocks; wrap the backbone alone"
         )
     if backbone.hierarchical:
         facts = {"preprocess": backbone.preprocess, "channels": backbone.channels, **overrides}

@@ -133,7 +133,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
 
     library = "transformers"
     known: ClassVar[Mapping[str, PublishedFor]] = _KNOWN
-    """PublishedFor preprocessing by the name of the class."""
+    """The preprocessing of published models, by the name of the class."""
     published: PublishedFor = _OTHERS
     """The preprocessing of other classes."""
     classifies: ClassVar[bool] = True
@@ -187,7 +187,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
 
     def parts(self, index: int) -> Parts:
         if self.windows > 1:
-            return Parts(beyond="they take windows of the image one by one")
+            return Parts(beyond="they process windows of the image separately")
         block = self.blocks[index]
         if type(block).__name__.startswith("Swinv2"):
             return Parts(beyond=f"{self.beyond}, and its norms follow attention and MLP")
@@ -232,8 +232,8 @@ class TurnsAnatomy(VideoAnatomy):
     """TimeSformer, whose blocks attend over time and space in turns."""
 
     can_drop = (
-        "it attends over time and space in turns and needs every cell of its grid; pixels can be filled (unit='frame', "
-        "'tube' or 'patch')"
+        "it alternates attention over time and space, which needs the complete grid; pixels can be filled "
+        "(unit='frame', 'tube' or 'patch')"
     )
 
 

@@ -134,7 +134,9 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     else:
         names = open_clip.list_models()
         if name not in names:
-            raise PatchlightError(f"open_clip has no model called '{name}'; {nearest(name, names)}, or give a folder")
+            raise PatchlightError(
+                f"open_clip does not have the model '{name}'; {nearest(name, names)}, or give a folder"
+            )
         source = name
         options = {**(_weights(name, _tag(name, tag)) if fetch else {}), **options}
     model = open_clip.create_model(source, load_weights=fetch, require_pretrained=fetch, **options)

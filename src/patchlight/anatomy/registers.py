@@ -99,7 +99,9 @@ class _Moved(Anatomy):
     def parts(self, index: int) -> Parts:
         found = super().parts(index)
         return (
-            found if index not in self.moved else replace(found, beyond="its register neurons write to another token")
+            found
+            if index not in self.moved
+            else replace(found, beyond="its register neurons write to an additional token")
         )
 
     def own_ends(self) -> Ends | None:
@@ -218,7 +220,8 @@ def find_registers(vit: Anatomy | nn.Module, images: Any, batch_size: int = 16) 
     if bool((changes.abs() > MOVED).any()):
         most = f"{float(changes.abs().max()):.2f}"
         words = (
-            f"moving register neurons of {vit.name} changes a probability by {most}, so maps explain another function"
+            f"moving register neurons of {vit.name} changes a probability by {most}, so the maps explain a different "
+            "function than the original model"
         )
         warn(words, ChangedModel)
     return result

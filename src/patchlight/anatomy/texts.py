@@ -70,6 +70,6 @@ def check_vocabulary(ids: Tensor, size: int, name: str) -> None:
     wrong = ids[(ids < 0) | (ids >= size)]
     if len(wrong):
         raise PatchlightError(
-            f"the tokenizer gives token {int(wrong[0])}, and {name} knows 0 to {size - 1}; give tokenizer= the one "
-            "that it was trained with"
+            f"the tokenizer gives token {int(wrong[0])}, but the vocabulary of {name} is 0 to {size - 1}; set "
+            "tokenizer= to the one of its training"
         )

@@ -332,7 +332,8 @@ class Neurons(Head):
             )
         if not 1 <= self.block <= vit.depth:
             raise PatchlightError(
-                f"there is nothing to explain at the input of block {self.block}; {vit.name} has 1 to {vit.depth}"
+                f"the input of block {self.block} does not exist or cannot be explained; {vit.name} has 1 to "
+                f"{vit.depth}"
             )
         if self.pool == "cls" and vit.prefix == 0:
             raise PatchlightError(f"{vit.name} has no CLS token; pool 'avg' and 'max' work")
