@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +185,18 @@ def _distinct(names: Sequence[Path]) -> list[Path]:
     return list(taken)
 
 
+def _explain_each(
+    questions: Sequence[Anatomy], paths: list[Path], options: ExplainOptions, log: FileLog
+) -> Iterator[ExplainedFile]:
+    """Yield the images of each question; an image without the first detection is not asked for the second."""
+    for question in questions:
+        explained = []
+        for one in explain_files(question, paths, options, log):
+            explained.append(one.path)
+            yield one
+        paths = explained
+
+
 def write_explanations(
     task: ExplainTask, vit: Anatomy, say: Callable[[str], None], advance: Callable[[int], None]
 ) -> WrittenFiles:
@@ -215,9 +227,8 @@ def write_explanations(
     rows: list[ExplainedFile] = []
     sections: list[ImageSection] = []
     first: tuple[Mapping[str, Attribution], Trial] | None = None
-    each_question = (explain_files(each, list(items), options, done.log) for each in questions)
     numbers = {} if len(questions) == 1 else Counter[Path]()
-    for one in itertools.chain.from_iterable(each_question):
+    for one in _explain_each(questions, list(items), options, done.log):
         item = items[one.path]
         if len(questions) > 1:
             numbers[one.path] += 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.drawing.heat import seen
-from patchlight.core.errors import NotFinite, PatchlightError, escape_surrogates, nearest
+from patchlight.core.errors import NoDetection, NotFinite, PatchlightError, escape_surrogates, nearest
 from patchlight.core.files import csv_text
 from patchlight.core.fingerprints import hash_images
 from patchlight.core.images import open_image
@@ -108,6 +108,8 @@ def _explain(
         for file in read:
             try:
                 yield from _explain([file], vit.prepared(file.tensor, file.size), options, log)
+            except NoDetection as error:
+                log.warn(f"{file.path.name}: {error}")
             except PatchlightError as error:
                 log.fail(str(file.path), str(error))
         return
