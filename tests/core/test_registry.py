@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from pydantic import Field
 
 from patchlight.core.errors import PatchlightError
@@ -165,6 +166,10 @@ def test_values_are_defaults_then_a_preset_then_what_is_given() -> None:
         ({"sead": 1}, "'cake' has no setting 'sead'; did you mean 'seed'"),
         ({"steps": 0}, "setting steps=0 of 'cake' is not valid: Input should be greater than or equal to 1"),
         ({"steps": "many"}, "setting steps='many' of 'cake' is not valid"),
+        (
+            {"steps": torch.zeros(3, 3)},
+            r"setting steps=tensor\(\[\[0., 0., 0.\], \[0., 0., 0.\], \[0., 0., 0.\]\]\) of",
+        ),
         ({"fill": "jam"}, "setting fill='jam' of 'cake' is not valid: give 'plum' | 'nut' or float or None"),
         ({"n_masks": 2}, "'cake' has no setting 'n_masks'; its settings: steps, fill, hot$"),
     ],

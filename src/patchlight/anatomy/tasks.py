@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.discovery import tensors_in
-from patchlight.core.errors import PatchlightError, nearest
+from patchlight.core.errors import PatchlightError, integer, nearest
 from patchlight.core.images import Preprocess
 
 
@@ -38,11 +38,12 @@ class TaskAnatomy(CrossedAnatomy):
 
     def class_of(self, label: str | int) -> int:
         """The number of a class, given by name or number."""
-        if isinstance(label, int):
-            if 0 <= label < len(self.class_names):
-                return label
+        if not isinstance(label, str):
+            number = integer("label", label, 0)
+            if 0 <= number < len(self.class_names):
+                return number
             raise PatchlightError(
-                f"label {label} does not exist; {self.name} has classes 0 to {len(self.class_names) - 1}"
+                f"label {number} does not exist; {self.name} has classes 0 to {len(self.class_names) - 1}"
             )
         if label not in self.class_names:
             raise PatchlightError(f"{self.name} has no label '{label}'; {nearest(label, self.class_names)}")
@@ -62,16 +63,14 @@ class TaskAnatomy(CrossedAnatomy):
         height, width = self.preprocess.size
         photo_size = size or (width, height)
         left, top, right, bottom = (float(side) for side in box)
+        named = f"{what} [{', '.join(f'{float(side):g}' for side in box)}]"
         if not left < right or not top < bottom:
-            raise PatchlightError(
-                f"{what} {list(box)} is empty; give (left, top, right, bottom) with left < right, top < bottom"
-            )
+            raise PatchlightError(f"{named} is empty; give (left, top, right, bottom) with left < right, top < bottom")
         preprocess = self.preprocess if size is not None else Preprocess((height, width), fit="squash")
         moved = preprocess.boxes(torch.tensor([[left, top, right, bottom]]), photo_size)
         outside = left >= photo_size[0] or top >= photo_size[1] or right <= 0 or bottom <= 0
         if outside or len(moved) == 0:
             raise PatchlightError(
-                f"{what} {list(box)} lies outside the image, which is {photo_size[0]} pixels wide and "
-                f"{photo_size[1]} high"
+                f"{named} lies outside the image, which is {photo_size[0]} pixels wide and {photo_size[1]} high"
             )
         return moved[0]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property, wraps
+from textwrap import shorten
 from types import NoneType, UnionType
 from typing import (
     Any,
@@ -154,7 +155,8 @@ class Setting:
         except ValidationError as error:
             problems = error.errors()
             reason = problems[0]["msg"] if len(problems) == 1 else f"give {describe_type(self.kind)}"
-            raise PatchlightError(f"setting {self.name}={value!r} of '{owner}' is not valid: {reason}") from error
+            given = shorten(repr(value), 200)  # a tensor takes many lines
+            raise PatchlightError(f"setting {self.name}={given} of '{owner}' is not valid: {reason}") from error
 
     def __str__(self) -> str:
         return f"{describe_type(self.kind)} = {self.default!r}"
