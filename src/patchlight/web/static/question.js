@@ -244,7 +244,8 @@ function draw() {
     return;
   }
   const wholeBy = byIndex(whole), nowBy = now && byIndex(now);
-  const top = (now ?? whole).predictions[0];
+  const word = facts.model?.task === "answers" ? asked() : null; // words do not compete: the verdict is about the explained one
+  const top = (nowBy ?? wholeBy).get(word) ?? (now ?? whole).predictions[0];
   const indices = [...new Set([
     ...whole.predictions.slice(0, SHOWN).map((each) => each.index),
     ...(top ? [top.index] : []),
@@ -253,15 +254,17 @@ function draw() {
   const most = Math.max(...[...wholeBy.values(), ...(nowBy?.values() ?? [])].map((each) => Math.abs(each.value ?? 0)));
   drawList(list, indices, nowBy, wholeBy, whole.quantity, most, top?.index);
   if (top) {
-    const first = whole.predictions[0];
-    const line = now
+    const first = wholeBy.get(word) ?? whole.predictions[0];
+    const line = now && word !== null
+      ? `${label(top.index)}, ${valueText(top.value, now.quantity)} (was ${valueText(first.value, whole.quantity)})`
+      : now
       ? top.index === first.index
         ? `Still ${label(top.index)}, ${valueText(top.value, now.quantity)} (was ${valueText(first.value, whole.quantity)})`
         : `Now ${label(top.index)}, ${valueText(top.value, now.quantity)} (was ${label(first.index)}, ${valueText(first.value, whole.quantity)})`
       : `${label(top.index)}, ${valueText(top.value, whole.quantity)}`;
     if ($("verdict").textContent !== line) {
       $("verdict").textContent = line;
-      sayVerdict(now ? line : `The model predicts ${line}`);
+      sayVerdict(now || word !== null ? line : `The model predicts ${line}`);
     }
     $("verdict").classList.toggle("changed", Boolean(now) && top.index !== first.index);
   }
