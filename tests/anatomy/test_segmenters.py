@@ -367,9 +367,9 @@ def test_only_the_context_is_removed(insert: bool) -> None:
 def test_what_cannot_be_protected() -> None:
     vit = opened(DPT)
     box = pl.heads.Region(box=(0, 0, 64, 64), label=1, missed=True)
-    with pytest.raises(PatchlightError, match="the object in question fills the image"):
+    with pytest.raises(PatchlightError, match="the protected object fills the image"):
         pl.evaluate(vit, inputs(vit), "random", "deletion", head=box, protect=True)
-    with pytest.raises(Unsupported, match="protect=True keeps the object of a question about a box"):
+    with pytest.raises(Unsupported, match="protect=True needs a question about a box"):
         pl.evaluate(pl.load("pocket"), torch.zeros(1, 3, 32, 32), "random", "deletion", protect=True)
     depth = opened(DEPTH)
     with pytest.raises(PatchlightError, match="explains the complete image here; give a region"):
