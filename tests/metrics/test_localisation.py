@@ -373,6 +373,8 @@ def test_localisation_of_a_drawn_box() -> None:
     assert found["gt"].values.tolist() == [1, 1, 0]
     assert found["all"].values.tolist() == [1, 1, 1]
     assert measured(heat, "gt-known-loc", boxes=boxes, iou=0.95).values.tolist() == [1, 0, 0]
+    scaled = heat * torch.tensor([1.0, 100.0, 0.01])[:, None, None] - 5
+    assert measured(scaled, "gt-known-loc", boxes=boxes).values.tolist() == [1, 1, 0], "each map has a scale of its own"
     vit = shared("vit")
     right = vit.logits(images(vit, 3)).argmax(1)
     labels = torch.where(torch.arange(3) == 1, (right + 1) % vit.classes, right)
