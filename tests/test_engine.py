@@ -218,7 +218,7 @@ def test_auto_chooses_among_methods_that_take_the_settings(monkeypatch: pytest.M
     assert pl.explain(vit, images(vit), level="pixel").method == "grad"
     with pytest.raises(pl.PatchlightError, match=r"'fullgrad-plus.libra' has no setting 'stat'; did you mean 'start'"):
         resolve("auto", {"stat": 1})
-    with pytest.raises(pl.PatchlightError, match=r"none of these takes 'samples'; .*'posterior'"):
+    with pytest.raises(pl.PatchlightError, match=r"none of them has the setting 'samples'; .*'posterior'"):
         resolve("auto", {"samples": 8})
     with pytest.raises(pl.PatchlightError, match="use 'auto' alone"):
         resolve("auto.libra")

@@ -448,7 +448,7 @@ def test_drise_and_odam() -> None:
     assert inside > drise.scores.mean() + drise.scores.std()
     odam = pl.explain(pocket(), photo, "gradcam-elementwise", preset="odam")
     assert odam.settings["layer"] == "blocks[-1].input"
-    with pytest.raises(PatchlightError, match="it explains detections, and pocket is no detector"):
+    with pytest.raises(PatchlightError, match="it explains detections, and pocket is not a detector"):
         pl.explain(pl.load("pocket"), torch.zeros(1, 3, 32, 32), "drise")
 
 

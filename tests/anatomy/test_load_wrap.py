@@ -336,7 +336,7 @@ def test_a_method_refuses_a_model_that_lacks_what_it_needs() -> None:
     )
     batch = images(vit)
     with pytest.raises(
-        pl.Unsupported, match=r"'gradcam' does not work here: vit has no first norm.*these do: .*genatt"
+        pl.Unsupported, match=r"'gradcam' does not work here: vit has no first norm.*methods that work: .*genatt"
     ):
         pl.explain(bare, batch, "gradcam")
     unsupported = {m.name: m.reason for m in pl.list_methods(bare) if not m.supported}

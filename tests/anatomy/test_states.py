@@ -221,7 +221,7 @@ def test_a_shortened_sequence_is_refused(opened: dict[str, pl.Anatomy]) -> None:
 
 def test_methods_that_follow_one_state_say_so(opened: dict[str, pl.Anatomy]) -> None:
     for name in ("tam", "legrad", "bt-h"):
-        with pytest.raises(Unsupported, match="map reads tokens of 4 blocks, and it follows attention from the last"):
+        with pytest.raises(Unsupported, match="map reads tokens of 4 blocks, and this method follows attention"):
             pl.explain(opened["dpt"], IMAGES, name, head=_Mean())
 
 

@@ -393,7 +393,7 @@ def test_token_activation_is_the_lens_minus_earlier_words(name: str, place: str)
     close(att.scores[0].flatten(1), expected[:, squares].float(), limit=1e-5)
     plain = pl.explain(vit, image, "token-activation", head=head, target="token13", earlier=False)
     close(plain.scores[0].flatten(), torch.tensor(lens[13])[squares], limit=1e-5)
-    with pytest.raises(Unsupported, match="not the difference of two"):
+    with pytest.raises(Unsupported, match="not the difference between two"):
         pl.explain(vit, image, "token-activation", head=pl.heads.Answer(PROMPT, ANSWER, against=[40], force=True))
 
 
@@ -629,7 +629,7 @@ def test_the_bundled_model_says_the_colour_and_its_map_lies_on_the_object(tmp_pa
         assert float(hit.values[0]) == 1.0
         assert [word.word for word in att.words[0] if not word.seen] == ["the", shape]
         assert torch.equal(att.only(colour).only(colour).scores, att.only(colour).scores)
-        with pytest.raises(PatchlightError, match=f"no map explains '{shape}'"):
+        with pytest.raises(PatchlightError, match=f"there is no map for '{shape}'"):
             att.only(shape)
         with pytest.raises(PatchlightError, match=f"the image has almost no effect on '{shape}'"):
             pl.explain(vit, photo, "grad", head=pl.heads.Answer(scene["question"], words=shape))

@@ -35,7 +35,7 @@ def test_refusals() -> None:
     assert "--box and --prompt cannot be combined" in refused(*PROMPT, "--box", "1,2,3,4")
     assert "--prompt of the command line" in run("explain", PHOTO, "--model", "pocket-vlm", code=2).stderr
     failed = run(*PROMPT, "--words", "star", "--json", code=3).stdout
-    assert "the image adds almost nothing to 'star'" in json.loads(failed)["errors"][0]["error"]
+    assert "the image has almost no effect on 'star'" in json.loads(failed)["errors"][0]["error"]
 
 
 def test_a_sentence_is_shaded_by_gain() -> None:

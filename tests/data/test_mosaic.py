@@ -49,5 +49,5 @@ def test_cells_masks_and_scores(folder: Path, side: int, same: int, chance: floa
 
 
 def test_too_few_classes_are_refused(folder: Path) -> None:
-    with pytest.raises(PatchlightError, match="makes no mosaic of 16 cells"):
+    with pytest.raises(PatchlightError, match="cannot make a mosaic of 16 cells"):
         open_data("mosaic", folder, of="files", side=4)[0]

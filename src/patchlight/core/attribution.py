@@ -201,7 +201,7 @@ class Attribution:
         rows = [self.target_names[i * count : (i + 1) * count] for i in range(len(self))]
         if any(name not in row for row in rows):
             names = ", ".join(dict.fromkeys(self.target_names))
-            raise PatchlightError(f"no map explains '{name}'; there are maps of {names}")
+            raise PatchlightError(f"there is no map for '{name}'; there are maps for {names}")
         if not self.several:
             return self
         places = torch.arange(len(self)), torch.tensor([row.index(name) for row in rows])

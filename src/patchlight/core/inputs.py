@@ -115,7 +115,7 @@ class ArrayPreprocess(Preprocess):
         name = path.name.lower()
         try:
             if not path.exists():
-                raise PatchlightError(f"there is nothing at '{path}'; {self._give}")
+                raise PatchlightError(f"there is no file or folder at '{path}'; {self._give}")
             if path.is_dir() and self._frames:
                 return self._clip((open_image(frame) for frame in list_images(path)), f"'{path}'")
             if name.endswith(".npy"):

@@ -65,7 +65,7 @@ class Outputs:
         if self.kind == "none":
             return "its outputs are plain numbers, not classes"
         if self.kind == "paired":
-            return "a question has no right class to predict"
+            return "a question has no true class"
         if self.outcomes(classes) == 1:
             return "it has only one class, which is always predicted"
         return None

@@ -52,8 +52,8 @@ def open_mosaic(
         images += list(others.values())[: side * side - same]
         if label is None or len(images) < side * side:
             raise PatchlightError(
-                f"'{name}' makes no mosaic of {side * side} cells: that needs {same} labelled images of its class and "
-                f"{side * side - same} other classes; use a larger data set or a smaller side"
+                f"'{name}' cannot make a mosaic of {side * side} cells, which needs {same} labelled images of its "
+                f"class and {side * side - same} other classes; use a larger data set or a smaller side"
             )
         return images, rng.permutation(side * side).tolist()
 

@@ -78,7 +78,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if vit.depth == 0 or vit.hierarchical or vit.windows > 1:
         return f"it suppresses attention between all tokens, and {vit.name} has no such blocks"
     if vit.pools_only:
-        return f"{vit.name} attends only where it pools tiles, not from tile to tile"
+        return f"{vit.name} uses attention only for pooling, not between tiles"
     if vit.packed:
         return f"it suppresses other patches in each variant, and {vit.name} runs the tokens of all as one list"
     if vit.attention is not None:

@@ -133,7 +133,8 @@ def follows_one_state(settings: Settings, vit: Anatomy) -> str | None:
         return None
     blocks = f"{len(vit.reads)} blocks" if len(vit.reads) > 1 else "a block before the last"
     return (
-        f"{vit.name} reads tokens of {blocks}, and it follows attention from the last; 'genatt' starts at all of them"
+        f"{vit.name} reads tokens of {blocks}, and this method follows attention from the last block only; 'genatt' "
+        "starts at all of them"
     )
 
 

@@ -127,7 +127,7 @@ class Interactions:
         from matplotlib.patches import FancyArrowPatch
 
         if len(self.grid) != 2:
-            raise Unsupported(f"arcs are drawn over a grid of rows and columns, and this one has {len(self.grid)} axes")
+            raise Unsupported(f"arcs need a grid of rows and columns, but this one has {len(self.grid)} axes")
         ax = pyplot.subplots()[1] if ax is None else ax
         rows, columns = self.grid
         shown = self.map.numpy() if self.picture is None else self.picture
@@ -219,14 +219,14 @@ def interactions(
     samples = integer("samples", samples, 1)
     batch = vit.batch(image)
     if len(batch) != 1:
-        raise PatchlightError(f"interactions are those of one image, and {len(batch)} were given; call it for each")
+        raise PatchlightError(f"interactions takes one image, but {len(batch)} were given; call it once per image")
     targets = resolve_targets(target, 1, vit.outcomes, vit.labels) or top_classes(vit.logits(batch), vit.outputs)
     if targets.several:
-        raise PatchlightError("interactions are those of one class; call it for each")
+        raise PatchlightError("interactions takes one class; call it once per class")
     members = region_members(vit.grid, _side(vit.grid) if side is None else integer("side", side, 1))
     removes = unit == "token" or (unit == "auto" and no_coalitions(vit) is None)
     if removes and no_coalitions(vit) is not None:
-        raise Unsupported(f"interactions cannot remove tokens: {no_coalitions(vit)}; unit='patch' works")
+        raise Unsupported(f"interactions cannot remove tokens: {no_coalitions(vit)}; use unit='patch'")
     ablation = resolve_settings("interactions", ABLATION, {}, ablation)
     ask = Ask(vit, batch, targets, score, integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
     filling = None if removes else fill_images(fill, batch, vit, seed)

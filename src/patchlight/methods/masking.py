@@ -121,7 +121,7 @@ def needs_neighbours(settings: Settings, vit: Anatomy) -> str | None:
     """The refusal of methods that mask or warp neighbouring pixels together."""
     if vit.unordered and settings.get("unit", "pixel") == "pixel":
         advice = "; unit='token' works" if "unit" in settings else ""
-        return f"it masks or warps neighbours together, and the tiles of a bag have none{advice}"
+        return f"it masks or warps neighbouring patches, and the tiles of a bag have no neighbours{advice}"
     return only_images(settings, vit)
 
 

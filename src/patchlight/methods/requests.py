@@ -180,8 +180,8 @@ def _resolve_auto(label: str, asked: str, settings: Settings, score: Score | Non
         raise errors[0]
     if choices[0].name == AUTO[-1]:
         raise PatchlightError(
-            f"'auto' chooses a method of one pass, and none of these takes {', '.join(map(repr, settings))}; name the "
-            f"method, such as method='{AUTO[-1]}'"
+            f"'auto' selects a one-pass method, and none of them has the setting {', '.join(map(repr, settings))}; "
+            f"name the method, such as method='{AUTO[-1]}'"
         )
     return replace(choices[0], label=label, name="auto", choices=tuple(choices))
 
@@ -275,7 +275,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return f"the attention of {vit.name} cannot be read: {vit.attention}"
     read = isinstance(method, LayerMap) and method.matrix
     if vit.pools_only and needs & (ATTENTION - {"A"} if read else ATTENTION):
-        return f"{vit.name} attends only where it pools tiles, not from tile to tile"
+        return f"{vit.name} uses attention only for pooling, not between tiles"
     settings = request.settings
     hidden = unavailable(needs, vit) or (
         None if settings.get("unit") == "token" else no_fill(settings.get("fill"), vit)
@@ -347,7 +347,7 @@ def check_supported(request: Request, vit: Anatomy) -> None:
         others = [m.name for m in list_methods(vit) if m.supported]
         if request.name in others:  # only these settings do not work
             raise Unsupported(f"'{request.name}' does not work with these settings: {reason}")
-        raise Unsupported(f"'{request.name}' does not work here: {reason}; these do: {', '.join(others)}")
+        raise Unsupported(f"'{request.name}' does not work here: {reason}; methods that work: {', '.join(others)}")
 
 
 def check_contrast(request: Request, targets: Targets | None, vit: Anatomy) -> None:

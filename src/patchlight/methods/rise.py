@@ -211,4 +211,4 @@ def drise(
 
 def no_detector(vit: Anatomy) -> str | None:
     """The refusal of a method for detections by any other model."""
-    return None if vit.task == "detection" else f"it explains detections, and {vit.name} is no detector; 'rise' works"
+    return None if vit.task == "detection" else f"it explains detections, and {vit.name} is not a detector; use 'rise'"

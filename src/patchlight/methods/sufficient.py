@@ -136,7 +136,7 @@ def sufficient_sets(
         vit.logits(batch), vit.outputs
     )
     if len(batch) != 1 or targets.several:
-        raise PatchlightError("sufficient sets are those of one image and one class; call it for each")
+        raise PatchlightError("sufficient_sets takes one image and one class; call it once for each")
     ablation = resolve_settings("sufficient_sets", ABLATION, {}, ablation)
     ask = Ask(vit, batch, targets, "probability", integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
     with vit.settled():

@@ -15,9 +15,9 @@ from patchlight.methods.base import Ask, own_passes
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if not isinstance(vit, AnswersAnatomy):
-        return f"it explains words of answers, and {vit.name} does not answer in words; 'gradcam' works"
+        return f"it explains words of answers, and {vit.name} does not generate answers; use 'gradcam'"
     if getattr(vit.question, "against", None) not in (None, "prior"):
-        return "it explains the words of one answer, not the difference of two; 'ixg' works"
+        return "it explains the words of one answer, not the difference between two; use 'ixg'"
     return None
 
 

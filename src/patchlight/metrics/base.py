@@ -184,7 +184,7 @@ class Measure:
         pixels = self.vit.question.object_of(self.targets.index[:, 0]).to(self.maps.device)
         inside = pixels if unit == "pixel" else to_cells(pixels.double(), self.vit.grid, self.vit.extent) > 0
         if bool(inside.flatten(1).all(1).any()):
-            raise PatchlightError("the object in question fills the image, so with protect=True nothing is removed")
+            raise PatchlightError("the protected object fills the image, so nothing can be removed")
         return inside
 
     def _order_values(self, upsampling: Upsampling) -> Tensor:
@@ -463,8 +463,8 @@ class MetricRequest:
 def _no_object(vit: Anatomy, settings: Settings) -> str | None:
     """Why no object can be protected."""
     if vit.question is None or not vit.question.annotations:
-        return "protect=True keeps the object of a question about a box, a region or a mask, and none is asked"
-    return "protect=True needs unit 'pixel', 'patch' or 'token'" if settings["unit"] in SETS else None
+        return "protect=True needs a question about a box, a region or a mask; give head="
+    return "protect=True needs unit='pixel', 'patch' or 'token'" if settings["unit"] in SETS else None
 
 
 def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:

@@ -136,7 +136,9 @@ def faithfulness_estimate(
     values = spearman(salience.abs(), effect.abs()) if sizes else pearson(salience, effect)
     flat = constant(ask.maps.flatten(1)).to(values.device)
     undefined = flat | constant(effect) | values.isnan()
-    reasons = dict.fromkeys(undefined.nonzero().flatten().tolist(), "replacing any group changes the score alike")
+    reasons = dict.fromkeys(
+        undefined.nonzero().flatten().tolist(), "replacing any group changes the score by the same amount"
+    )
     reasons |= dict.fromkeys(flat.nonzero().flatten().tolist(), "the map is constant")
     values[undefined] = torch.nan
     return Measured(values, effect, x, reasons=reasons)

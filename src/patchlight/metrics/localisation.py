@@ -186,7 +186,7 @@ def energy_pointing(
 
 def _no_objects(settings: Mapping[str, Any], vit: Anatomy) -> str | None:
     """The refusal of a metric that reads the objects of a detector."""
-    return None if vit.task == "detection" else f"it compares detected objects, and {vit.name} is no detector"
+    return None if vit.task == "detection" else f"it compares detected objects, and {vit.name} is not a detector"
 
 
 @register_metric(
@@ -296,7 +296,7 @@ def _labelled_patches(ask: Measure, unlabelled: str = "leave-out") -> tuple[Tens
     counted = seen > 0
     positive = counted & (share >= seen / 2) & (share > 0)
     reasons = dict.fromkeys(_where(~(counted & ~positive).any(1)), "its mask shows nothing but the object")
-    reasons |= dict.fromkeys(_where(~positive.any(1)), "its mask fills half of no patch")
+    reasons |= dict.fromkeys(_where(~positive.any(1)), "its mask covers less than half of every patch")
     return ask.on_grid().flatten(1), positive, counted, reasons
 
 

@@ -187,7 +187,7 @@ def stability(
     values = torch.where(kept, ratios, -torch.inf).amax(0)
     lost = (~kept.any(0)).nonzero().flatten().tolist()
     values[lost] = torch.nan
-    reasons = dict.fromkeys(lost, "every noise changes its prediction")
+    reasons = dict.fromkeys(lost, "every noise sample changes its prediction")
     return Measured(values, parts={"kept": kept.double().mean(0)}, reasons=reasons)
 
 

@@ -343,7 +343,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], Parts]:
             header = file.metadata()
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         if header["sum"] != _checksum(header["about"], tensors):
-            raise ValueError("its checksum is another one")
+            raise ValueError("its checksum does not match")
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise PatchlightError(f"'{path}' is damaged, or of an earlier version; remove it to start again") from error
     for key, tensor in tensors.items():
