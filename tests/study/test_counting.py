@@ -114,6 +114,10 @@ def test_sizes_and_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         counting.run(tmp_path, CountingTask("paper"))
     with pytest.raises(PatchlightError, match="no DiffMask preset is called 'code'"):
         counting.run(tmp_path, CountingTask(preset="code"))
+    with pytest.raises(PatchlightError, match="device 'nowhere' cannot be used"):
+        counting.run(tmp_path, CountingTask(device="nowhere"))
+    with pytest.raises(PatchlightError, match="seed -1 is not possible; give at least 0"):
+        counting.run(tmp_path, CountingTask(seed=-1))
 
 
 @pytest.mark.slow

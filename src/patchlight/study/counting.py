@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.errors import DegenerateMap, PatchlightError
+from patchlight.core.errors import DegenerateMap, PatchlightError, first_line, integer
 from patchlight.core.files import write_atomic
 from patchlight.core.images import Preprocess
 from patchlight.data.counting import PATCH, SIDE, CountingGrids, counting_grids
@@ -243,7 +243,11 @@ def run(
     task, out = task or CountingTask(), Path(out)
     if task.size not in SIZES:
         raise PatchlightError(f"unknown size '{task.size}' of the counting task; give {' or '.join(SIZES)}")
-    size, seed = SIZES[task.size], task.seed
+    try:
+        torch.empty(0, device=task.device)
+    except (RuntimeError, AssertionError) as error:
+        raise PatchlightError(f"device '{task.device}' cannot be used: {first_line(error)}") from error
+    size, seed = SIZES[task.size], integer("seed", task.seed, 0)
     settings = gate_settings(size, task.preset, **{"seed": seed, **task.changes})
     report("training the ViT")
 
