@@ -289,6 +289,7 @@ CHANGES: dict[str, tuple[Callable[[World], Callable[[], None]], Depends]] = {
     "a users metric": (users("given.maps.mean((1, 2))", "given.maps.amax((1, 2))"), of_metric),
     "the choice of targets": (source("study/run.py", r"index\[:, 0\]", "index[:, -1]"), everything),
     "the code of a method": (source("methods/attention.py", "relu", "abs"), everything),
+    "the code of a unit": (source("bench/unit.py", "Resources", "Resource"), everything),
     "the code of the tables": (source("bench/tables.py", "tied", "tieds"), lambda row: False),
     "the code of the report": (source("bench/html.py", "leader", "leaders"), lambda row: False),
     "the code of the statistics": (source("bench/statistics.py", "ties and", "ties or"), lambda row: False),
