@@ -38,7 +38,7 @@ class Word(NamedTuple):
 
     @property
     def seen(self) -> bool:
-        """Whether the image makes it more probable by more than 0.5 nats; a noun that is not may be hallucinated."""
+        """Whether the gain is above 0.5 nats. A noun without a gain may be hallucinated."""
         return self.gain > VISUAL
 
 
@@ -47,21 +47,20 @@ class Answer(Question):
 
     .. math:: s = \\sum_{t \\in W} \\log p(y_t \\mid \\text{image}, \\text{prompt}, y_{<t})
 
-    The answer is held while the image is changed. The logit of a word is s over its tokens W, its probability the
-    geometric mean exp(s / |W|). The gain of a word is s minus s without the image, the language prior.
+    The answer is fixed while the image changes. The logit of a word is s over its tokens W, and its probability is the
+    geometric mean exp(s / |W|). The gain of a word is s minus s without the image (the language prior).
 
     Args:
-        prompt: What the model is asked; or its ids, with an image token.
-        answer: The answer that is explained, or its ids; default: what the model says, one most probable token after
-            the other.
-        words: Which words are explained. Default: each word whose gain is above 0.5 nats. A list: each of these words.
-            "visual": those words together. "all": the complete answer.
-        against: Another answer, whose log-probability is subtracted; or "prior": the logit is s minus that without the
-            image, and the probability runs from 0 without the image to 1 with it.
-        choices: Answers that become classes: a softmax over the log-probability of each.
-        force: Whether to explain an answer that the model would not give, or words that the image adds nothing to.
-        without: How the image is taken away for the gain: its visual tokens are "removed" from the language model, or
-            the picture is "blank".
+        prompt: The prompt, or its token ids with an image token.
+        answer: The answer to explain, or its token ids. Default: the answer that the model generates (greedy).
+        words: The words to explain. Default: each word with a gain above 0.5 nats. A list: each of these words.
+            "visual": all words with a gain together. "all": the complete answer.
+        against: Another answer, whose log-probability is subtracted. "prior": subtract the log-probability without the
+            image, and scale the probability from 0 (without the image) to 1 (with it).
+        choices: Answers to treat as classes, with a softmax over their log-probabilities.
+        force: Whether to explain an answer that the model would not generate, or words without a gain.
+        without: How the image is removed for the gain: "removed" removes the visual tokens from the language model,
+            "blank" shows an image of the mean colour.
 
     Example:
         >>> answer = pl.heads.Answer("What is the dog holding?")                               # doctest: +SKIP

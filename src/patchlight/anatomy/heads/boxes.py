@@ -27,7 +27,7 @@ SURE = 0.5
 
 @dataclass(frozen=True)
 class Reference:
-    """What is held for one detection: box b*, class c*, query q*, and the plain output at the query.
+    """One detection in the unchanged image: box b*, class c*, query q*, and the output at the query.
 
     Args:
         box: Left, top, right and bottom [4], as parts of the model's input from 0 to 1.
@@ -49,15 +49,14 @@ class Reference:
 class DetectionQuestion(Question):
     """A score of one or several detections, read from the boxes and classes of all queries.
 
-    With p_q(c) the probability of class c at query q, b* and c* the box and class in question, and q* the query that
-    answers to them:
+    With p_q(c) the probability of class c at query q, b* and c* the explained box and class, and q* their query:
 
     - match: max_q IoU(b_q, b*) p_q(c*)
     - class: log p / (1 - p) of p_{q*}(c*)
     - box: IoU(b_{q*}, b*)
 
-    By default gradients are those of "class" and removal reads "match", or "class" if the object was missed; where
-    queries are chosen anew for every image, both read "match".
+    By default, gradient methods use "class". Methods that remove parts use "match", or "class" if the object was
+    missed. If the model selects its queries for every image, both use "match".
     """
 
     tasks, annotations = ("detection",), ("boxes",)
@@ -67,7 +66,7 @@ class DetectionQuestion(Question):
     detector: Any = None
 
     def _about_queries(self) -> dict[str, Any]:
-        """What a gradient leaves out where queries are chosen anew for every image."""
+        """What gradients keep fixed if the model selects its queries for every image."""
         return {"held": "selection"} if self.detector is not None and self.detector.selects else {}
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
@@ -155,16 +154,16 @@ class Box(DetectionQuestion):
     The default is the detection with the highest score in each image.
 
     Args:
-        detection: The number of the detection, highest score first.
-        query: The number of the query, in place of `detection`.
-        box: Left, top, right and bottom in pixels of the photograph, in place of `detection`.
-        label: The class; by default the most probable one.
+        detection: Index of the detection, highest score first.
+        query: Index of a query, instead of `detection`.
+        box: Left, top, right and bottom in pixels of the photograph, instead of `detection`.
+        label: The class. Default: the most probable one.
         score: "match", the largest product of overlap and probability over all queries; "class", the log-odds of the
             class at the query; "logit", its logit; "box", the overlap of the query's box; "left", "top", "right" or
             "bottom", a side of it; or "drise". Default: "class" for gradients, "match" for removal.
-        missed: Ask why the object in `box` with `label` was not found. The score is that of the query that overlaps the
-            box most, and the label that won there is the second class: `against=1` contrasts the two.
-        threshold: The lowest score of a detection that counts.
+        missed: Explain why the object in `box` with `label` was missed. The predicted label of the query is the second
+            class: `against=1` contrasts the two.
+        threshold: Minimum score of a detection.
 
     Example:
         >>> question = pl.heads.Box(box=(12, 40, 180, 200), label="dog", missed=True)            # doctest: +SKIP
@@ -226,7 +225,7 @@ class Box(DetectionQuestion):
     def _at_box(
         self, vit: Any, box: Tensor, label: int | None, probabilities: Tensor, boxes: Tensor
     ) -> list[tuple[Tensor, int, int]]:
-        """The box, the label and the query that answers to them; for a missed object also the label that won."""
+        """The box, the label and their query; for a missed object also the predicted label."""
         overlap = iou(boxes, box.to(boxes))
         if float(overlap.max()) < OVERLAP:
             raise PatchlightError(

@@ -1,7 +1,7 @@
-"""Questions are read from the complete output of a model: a box, a region, the words of an answer.
+"""Questions score the complete output of a model: a box, a region, or the words of an answer.
 
-A question is prepared for each image from the model's plain output: which detection, which region, which words. What it
-finds there is held, so for this image it is an ordinary head: methods and metrics see logits and a target.
+A question is prepared for each image: it selects the detection, region or words from the output for the unchanged
+image. The selection is then fixed, so that methods and metrics use the question like a head with logits and a target.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class Question(Head):
-    """A score that is read from the output of a model.
+    """A score that is computed from the output of a model.
 
-    A subclass defines `prepare`, what is held for an image, and `read`, the scores. `tasks` are the kinds of models
-    that it can be asked of (`Anatomy.task`). `pooling` is "gradient": which tokens are read differs between questions,
-    and is found from the gradient of the score.
+    A subclass defines `prepare`, which selects what is scored in an image, and `read`, which computes the scores.
+    `tasks` are the kinds of models that it supports (`Anatomy.task`). `pooling` is "gradient": the tokens that a
+    question depends on are detected from the gradient of the score.
     """
 
     outputs = Outputs("paired")
     pooling = "gradient"
     tasks: Sequence[str] = ()
     general: Self | None = None
-    """The question for any image, of which this is the one for an image; None if it is not prepared."""
+    """The question before it was prepared for an image; None if it is not prepared."""
     words: Sequence[Any] = ()
-    """The words of an answer in words."""
+    """The words of an answer; empty for other questions."""
     image: tuple[str, ...] = ()
     """The hash of the image that it is prepared for."""
     annotations: Sequence[str] = ()
-    """What a metric of places reads of the object in question: "boxes" or "masks"; empty if there is no object."""
+    """The annotations of the explained object for localisation metrics: "boxes" or "masks"; empty if there is none."""
     regions: Sequence[Tensor] = ()
-    """The pixels [H,W] of the model's input, from 0 to 1, that each label is about; empty if about the whole image."""
+    """The region [H,W] of each label in the model's input, from 0 to 1; empty for the complete image."""
 
     def bound(self, vit: Anatomy) -> Self:
         if vit.task not in self.tasks:
@@ -61,8 +61,7 @@ class Question(Head):
         Args:
             vit: The model, without a question.
             image: The image.
-            size: Width and height of its photograph; None if a tensor was given. What users give in pixels of the
-                photograph is in pixels of the tensor then.
+            size: Width and height of the photograph; None for a tensor. Coordinates are then in pixels of the tensor.
         """
         prepared = copy(self)
         prepared.general, prepared.image = self, hash_images(image)
@@ -74,11 +73,11 @@ class Question(Head):
         return self
 
     def check_measured(self, labels: Sequence[int]) -> None:
-        """Refuse labels whose curve would say nothing."""
+        """Raise an error for labels whose curve would be meaningless."""
 
     @abstractmethod
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
-        """Set what is held for an image, and `labels`, from the model's plain output; changes this copy."""
+        """Select what is scored in an image, and set `labels`, from the output for the unchanged image."""
 
     @abstractmethod
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
@@ -103,16 +102,16 @@ class Question(Head):
 
     @property
     def call_key(self) -> Any:
-        """What the calls of the blocks depend on beside the image; None if on nothing."""
+        """What the calls of the blocks depend on in addition to the image; None if nothing."""
         return None
 
     def object_of(self, index: Tensor) -> Tensor:
-        """Whether pixels [B,H,W] belong to the object that the labels `index` [B] are about."""
+        """Whether pixels [B,H,W] belong to the objects of the labels `index` [B]."""
         if not self.regions:
             raise PatchlightError(f"{type(self).__name__} explains the complete image here; give a region")
         return torch.stack([self.regions[i] > 0 for i in index.tolist()])
 
     def default_target(self) -> Target:
-        """What is explained by default of one image: all labels, with an axis if there are several."""
+        """The default target of one image: all labels, with an axis if there are several."""
         count = len(self.labels)
         return 0 if count == 1 else [list(range(count))]

@@ -35,15 +35,15 @@ class Region(Question):
     in pixels of the photograph, or of the tensor where a tensor is explained.
 
     Args:
-        mask: The region: a file, PIL image, array or tensor, as large as the photograph; not 0 is inside.
+        mask: The region: a file, PIL image, array or tensor of the photograph's size; nonzero is inside.
         box: The region: left, top, right and bottom.
         point: The region: x and y; the pixel there, or with `predicted` the component of its predicted class.
-        predicted: Whether `point` stands for all connected pixels of the same predicted class.
+        predicted: Whether `point` selects all connected pixels of the same predicted class.
         label: The class, by name or number. Default: the most frequent prediction in the region.
-        statistic: "mean", "sum" or "max" over the region, or "share", the part of it that is predicted as the class.
-        against: What is subtracted: another class, or for depth another region (mask, box or point).
-        missed: Whether a class may be explained that is not predicted in the region. The class that is predicted there
-            most is the second class: `against=1` contrasts the two.
+        statistic: "mean", "sum" or "max" over the region, or "share", the share of it that is predicted as the class.
+        against: What to subtract: another class, or for depth another region (mask, box or point).
+        missed: Whether to explain a class that is not predicted in the region. The most frequent predicted class of the
+            region is the second class: `against=1` contrasts the two.
     """
 
     tasks, annotations = ("segmentation", "depth"), ("masks",)
@@ -168,8 +168,8 @@ class Region(Question):
 class Mask(Question):
     """A mask of SAM: what makes this mask stay.
 
-    The score is the mean logit of the mask over the mask itself, as it is in the plain image; removal reads the mean
-    probability. The mask is the one of the highest predicted IoU, and is held.
+    The score is the mean logit of the mask over its pixels in the unchanged image. Methods that remove parts use the
+    mean probability. The mask is the one with the highest predicted IoU.
 
     Args:
         points: One point (x, y), or several, in pixels of the photograph. Default: the centre.
