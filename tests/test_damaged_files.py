@@ -105,6 +105,7 @@ def attribution(folder: Path) -> Reader:
     target, preprocess = torch.tensor([0, 1]), pl.Preprocess((8, 8))
     made = pl.Attribution(torch.rand(2, 2, 2), target, "m", "vit", (8, 8), preprocess=preprocess)
     place = made.save(folder / "map")
+    pl.Attribution.load(place)  # a sound one is not refused
 
     def read() -> None:
         found = attempt(lambda: pl.Attribution.load(place))
