@@ -290,10 +290,10 @@ def _divided(one: ExplainedFile) -> list[ExplainedFile]:
         return [one]
     region, rows = _regions(one.vit)[0].float(), [one]
     for name, part in (("inside", region), ("outside", 1 - region)):
-        maps = {
-            label: replace(att, scores=att.scores * to_cells(part, att.grid, att.extent))
-            for label, att in one.maps.items()
-        }
+        maps = {}
+        for label, att in one.maps.items():
+            low = att.scores.amin().clamp(min=0)  # the darkest colour of a map without negative scores
+            maps[label] = replace(att, scores=low + (att.scores - low) * to_cells(part, att.grid, att.extent))
         words: Any = [name]
         rows.append(replace(one, maps=maps, predictions=words))
     return rows
