@@ -98,7 +98,7 @@ def test_metrics_measure_the_question_of_an_attribution(detector: pl.Anatomy) ->
 
 
 def test_refusals(detector: pl.Anatomy, tmp_path: Any) -> None:
-    with pytest.raises(PatchlightError, match="a model for detection; give head="):
+    with pytest.raises(PatchlightError, match="a model for detection, so it needs a question; give head="):
         pl.explain(detector, IMAGES)
     with pytest.raises(PatchlightError, match="question for models for detection, and pocket is a classifier"):
         pl.explain(pl.load("pocket"), torch.zeros(1, 3, 32, 32), head=_Surest())

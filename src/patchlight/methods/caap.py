@@ -89,18 +89,18 @@ def caap(
     window: Count = 1,
     context: Painted | float = "zero",
 ) -> Tensor:
-    """Score that one patch alone adds to an empty image, if its tokens of the full image are inserted.
+    """The increase of the score when the tokens of one patch are inserted into the forward of an empty image.
 
-        R_i = f_c(y_i) - f_c(x_0),   y_i = the run of x_0 with token i of the image's run after each block a to b
+        R_i = f_c(y_i) - f_c(x_0),   y_i = x_0 with token i of the image inserted after each block from a to b
 
     x_0 is the context, an image without content. CLS and register tokens are those of the context. This is our reading:
-    only the paper's abstract was available, so blocks, context and score may differ from the authors'. The order of the
-    patches has a meaning, sums of values have none.
+    only the paper's abstract was available, so blocks, context and score may differ from the authors'. Interpret
+    only the order of the patches, not sums of their values.
 
     Args:
         start: The first block a; None: a quarter of the depth.
         stop: The last block b; None: the block before three quarters of the depth. With b = a one block is patched.
-        window: Side of the square of patches that is inserted, an odd number; its middle gets the value.
+        window: Side of the square of patches that is inserted, an odd number; the value belongs to its middle.
         context: What the empty image shows, as a fill.
     """
     vit, cells = ask.vit, ask.vit.cells

@@ -127,13 +127,13 @@ def logit_gradients(ask: Ask, logits: Tensor) -> Tensor:
     cost="about one forward for each token and block, for all classes together",
 )
 def decompx_bias(ask: Ask, bias: Bias = "absdot", start: Start = 0) -> Tensor:
-    """How much of the logit comes from each patch, with every bias shared among the tokens.
+    """The contribution of each patch to the logit, with every bias distributed over the tokens.
 
         logit = sum_j a_j,   V[i,j] <- V[i,j] + w_ij b,   w_ij = |<V[i,j], b>| / sum_k |<V[i,k], b>|
 
     V[i,j] is the part of token i that comes from token j at block `start`; attention, the norms' deviations and the
-    ratios GELU(h)/h are held constant, as in `decompx`. Each bias b that the network adds is shared among the sources
-    by w, so the values of all tokens, CLS included, sum to the logit. This needs the N x N x D vectors of the paper.
+    ratios GELU(h)/h are held constant, as in `decompx`. Each bias b of the network is distributed over the sources by
+    w, so the values of all tokens, CLS included, sum to the logit. This needs the N x N x D vectors of the paper.
 
     Args:
         bias: By what a bias is shared: "absdot" is the formula, "norm" the size of V[i,j], "equal" shares it evenly,

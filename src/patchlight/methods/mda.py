@@ -212,14 +212,14 @@ def mda(
     values: Values = "sparse",
     level: Level = "token",
 ) -> Tensor:
-    """MDA: an order of the patches, found by insertion and deletion, with values that fit both curves.
+    """MDA: an order of the patches that optimises insertion and deletion, with values that fit both curves.
 
-    It optimises the metrics insertion and deletion over its own fills, so do not rank it with them.
+    It optimises the metrics insertion and deletion with its fills, so do not evaluate it with them.
 
     .. math:: R_{v_k} = d_k \\left( \\frac{1}{|v_k|} + \\frac{n - k}{n} \\right), \\qquad \\sum_k d_k = 1
 
     The first regions are inserted into a blurred copy of the image: of the candidates, those that the prior ranks
-    highest, each step takes the one with the highest score, until it has risen by `cutoff` of its way. The others are
+    highest, each step takes the one with the highest score, until it has risen by the share `cutoff`. The others are
     inserted into grey from the last one on: each step takes the candidate with the lowest score. d_k are the steps of
     the mean of both curves of this order, made convex. Preset: `authors` (SLIC regions, a map of pixels).
 
@@ -227,8 +227,9 @@ def mda(
         prior: The method whose map chooses the candidates.
         side: Side of the squares of patches that are one region.
         regions: "square", or nearly square SLIC segments of the same number ("slic"; needs the extra `lime`).
-        candidates: Regions that each step compares; None: twice the root of their number, at most 28.
-        cutoff: Share of its way from the blurred copy's score to the image's, at which insertion ends.
+        candidates: Number of regions compared in each step; None: twice the square root of the number of regions, at
+            most 28.
+        cutoff: Insertion ends when the score has covered this share of the distance from the blurred copy to the image.
         fill: What deletion paints.
         values: "sparse": the formula. "dense": n - k instead, for all but the smallest values. "mixed": their mean.
             "rank": n - k for all.

@@ -26,7 +26,7 @@ from patchlight.methods.gradients import token_ixg
     presets={"lxt": {"operator": "lxt", "position": "drop"}},
 )
 def pa_lrp(ask: Ask, position: Literal["add", "only", "drop"] = "add", operator: str = "gamma") -> Tensor:
-    """Position-aware LRP: the relevance of each pixel, and the relevance of each patch's position, spread over it.
+    """Position-aware LRP: the relevance of each pixel plus the relevance of the positional embedding of its patch.
 
         R = sum_k X_k dX_k + (p_i + b) g_0[i] / |patch i|   for a pixel of patch i
 

@@ -192,11 +192,11 @@ def drise(
     level: Level = "pixel",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """D-RISE: RISE for a detection, whose score is that of the best match among all boxes of the masked image.
+    """D-RISE: RISE for a detection, scored by the best match among all boxes of the masked image.
 
         R(x) = 1/(N p) sum_i s(X * M_i) M_i(x),   s = max_q IoU(b_q, b*) p_q(c*)
 
-    The paper's own similarity, with the cosine of all class probabilities, is the question
+    The similarity of the paper, with the cosine of all class probabilities, is the question
     `pl.heads.Box(score="drise")`.
 
     Args:

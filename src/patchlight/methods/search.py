@@ -177,30 +177,30 @@ def search(
     unit: Literal["auto", "token", "patch"] = "auto",
     fill: Fill = "zero",
 ) -> Estimate:
-    """Order of the patches found by a greedy search that a prior map guides.
+    """Order of the patches from a greedy search, guided by a prior map.
 
-    The search maximises what insertion and deletion curves measure, so compare it on other metrics as well.
+    The search optimises the quantity of insertion and deletion, so evaluate it with other metrics as well.
 
     .. math:: v_k = \\arg\\max_{v \\in C_k} F(S_{k-1} \\cup v), \\qquad F(S) = p(S) + 1 - p(V \\setminus S)
 
     C_k are the remaining patches that the prior ranks highest, and p is the score of the class with only those patches.
-    The map holds ranks: the patch that is shown first has the value N, the last one has 1. What the budget leaves
-    unsearched follows the prior; where the prior has an error, the error of these patches is that of their rank, if the
-    prior's errors are independent. Preset: `thorough` (1,024 masks of `posterior`).
+    The map contains ranks: the patch that is shown first has the value N, the last one 1. Patches beyond the budget
+    keep the order of the prior. If the prior has standard errors, these patches have the error of their rank, for
+    independent errors of the prior. Preset: `thorough` (1,024 masks of `posterior`).
 
     Args:
         prior: The method whose map chooses the candidates.
         samples: Number of samples of a prior that samples: masks of `posterior`.
-        candidates: Patches that each step compares.
-        schedule: "guided" is the formula. "lazy" values only 3 candidates in each step, new ones and those that were
+        candidates: Number of patches compared in each step.
+        schedule: "guided" is the formula. "lazy" scores only 3 candidates in each step, new ones and those that were
             best when last valued. "two-ended" also fills the order from its end, in half as many steps (LiMA). "greedy"
             compares all patches (SMDL-Attribution). "phasewin" accepts several patches at once (PhaseWin, our reading);
             the prior only breaks its ties.
-        regions: What is ordered: "square" of patches, or "slic", superpixels (needs the extra `lime`); the patches of a
-            region follow each other in the prior's order.
+        regions: The units of the order: "square" of patches, or "slic", superpixels (needs the extra `lime`); the
+            patches of a region follow each other in the prior's order.
         side: Side of the squares, in patches; there are as many superpixels as squares.
         objective: "both" is F above, "insertion" is p(S) alone, and "deletion" is 1 - p(V without S) alone.
-        budget: Most forwards for each image and class, after the prior; the rest follows the prior's order.
+        budget: Maximum number of forwards per image and class, after the prior; other patches keep the prior's order.
         unit: "token" removes hidden patches from the sequence, "patch" paints them with `fill`; "auto" removes them if
             the model allows it.
         fill: What painted patches show.

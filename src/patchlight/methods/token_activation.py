@@ -30,19 +30,19 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     refuses=_refuses,
 )
 def token_activation(ask: Ask, earlier: bool = True) -> Tensor:
-    """Logit lens of a word at the visual tokens, minus what the maps of earlier words explain of it.
+    """Logit lens of a word at the visual tokens, minus the part that the maps of earlier words explain.
 
         R = mean_{t in W} (a_t - beta_t m_t),   a_t[i] = logit of y_t at visual token i, minus its mean over i
         m_t = sum_{k before W} alpha_tk a_k,   beta_t = max(0, <a_t, m_t> / <m_t, m_t>)
 
     The logits come from the last hidden states of the language model. alpha_tk is the positive part of the logit of y_t
-    at the place of the earlier word y_k of the answer, divided by the sum over k. This is our reading of Token
+    at the position of the earlier word y_k of the answer, divided by the sum over k. This is our reading of Token
     Activation Map: its rank-Gaussian filter is left out, the map keeps its sign, and words of the prompt are not
-    subtracted. It is not `tam`, Transition Attention Maps. Where several patches make one visual token, they share its
+    subtracted. It is not `tam`, Transition Attention Maps. Patches that are merged into one visual token have the same
     value.
 
     Args:
-        earlier: Whether what earlier words explain is subtracted.
+        earlier: Whether to subtract the part that earlier words explain.
     """
     vit, question = ask.vit, ask.vit.question
     if not isinstance(vit, AnswersAnatomy) or not isinstance(question, Answer):
