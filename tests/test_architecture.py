@@ -133,11 +133,12 @@ ONLY = {
     "log_softmax": {"core/targets.py"},
     "logsigmoid": {"core/targets.py", "trained/diffmask/hard_concrete.py"},
     "kl_div": set(),
-    "index_select": {"anatomy/opened.py"},
+    "index_select": {"anatomy/opened.py", "anatomy/transcript.py"},
 }
 """By the name of a torch function, the files that call it: the upsampler (and MDA's squares, which its
 authors average with soft borders), log-probabilities (and those of DiffMask's
-gates, which are of no class), the gatherer of tokens. KL is `targets.kl_divergence`."""
+gates, which are of no class), the gatherers of tokens and of a language model's arguments. KL is
+`targets.kl_divergence`."""
 
 
 @pytest.mark.parametrize("name", ONLY)
