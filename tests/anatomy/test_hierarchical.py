@@ -172,7 +172,7 @@ def test_a_rule_at_the_feature_map(name: str) -> None:
 
 
 def test_what_swin_v2_and_the_pooling_ones_do_not_show() -> None:
-    for name, why in (("swinv2", "norms follow"), ("pvtv2", "MLPs mix"), ("twins", "stage has a convolution")):
+    for name, why in (("swinv2", "norms follow"), ("pvtv2", "pooled tokens"), ("twins", "pooled tokens")):
         vit = opened(name)
         with pytest.raises(Unsupported, match=f"tokens between attention and MLP are not available in {name}.*{why}"):
             pl.explain(vit, images(vit, 1), "tokentm")
