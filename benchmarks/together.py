@@ -209,7 +209,7 @@ class Queue:
         """The next task of the recipe whose turn it is; None if none can be done in time."""
         with self.lock:
             now = time.monotonic()
-            for late in (False, True):  # a recipe whose turn is over goes on when all others are done
+            for late in (False, True):  # a recipe whose turn is over resumes when all others are done
                 for name, tasks in list(self.phases.items()):
                     if now > self.ends[name] and not late:
                         continue

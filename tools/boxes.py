@@ -2,7 +2,7 @@
 
     python -m tools.boxes --scenes 60 --out docs/results/boxes.md
 
-The surest detection of every scene is explained by every method. A scene counts if that detection is an object of the
+The detection with the highest score is explained by every method. A scene counts if that detection is an object of the
 scene (right label, IoU at least 0.5).
 """
 
@@ -41,7 +41,7 @@ METRICS: dict[str, dict[str, Any]] = {
 
 
 def usable(vit: Any, images: Tensor, scenes: Any) -> Tensor:
-    """The scenes whose surest detection is one of their objects."""
+    """The scenes whose highest-scoring detection is one of their objects."""
     kept = []
     for i, image in enumerate(images):
         found = vit.detect(image[None], threshold=0)[0]
@@ -94,8 +94,9 @@ def main() -> None:
 
 HEADER = """# Maps of detections
 
-`python -m tools.boxes` explains the surest detection of new scenes with the bundled `pocket-detector` and measures the
-maps per object. {count} scenes count: in the others the surest detection is no object of the scene. `auto` is `{auto}`.
+`python -m tools.boxes` explains the detection with the highest score in held-out scenes with the bundled
+`pocket-detector`. {count} scenes were measured: in the others this detection is not an object of the scene. `auto` is
+`{auto}`.
 The score is the match of the detection (IoU times probability, the best of all queries), between 0 and 1.
 
 - **on the object**: the highest pixel of the map lies in the box (`pointing-game`, objects below half of the image).

@@ -115,7 +115,7 @@ def separation(values: Tensor, chance: Tensor) -> Separation:
 
 
 def agreement(one: Sequence[float] | Tensor, other: Sequence[float] | Tensor) -> float:
-    """Kendall's tau-b of two orders of the same methods; NaN where one of them is no order."""
+    """Kendall's tau-b of two orders of the same methods; NaN if one of them is not an order."""
     from scipy.stats import kendalltau
 
     return float(kendalltau(np.asarray(one), np.asarray(other)).statistic)
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Which metrics are consistent, from the folders of finished runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="Markdown file (default: printed)")
-    parser.add_argument("--random", default="random", help="label of the method that knows nothing")
+    parser.add_argument("--random", default="random", help="label of the random method")
     args = parser.parse_args(argv)
     try:
         text = as_markdown(read_runs(args.runs), args.random)

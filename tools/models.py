@@ -73,7 +73,7 @@ def small(name: str) -> nn.Module:
 
 
 def options(name: str) -> dict[str, Any]:
-    """Options that make a model of this name small, of those its class takes; the first are the surest."""
+    """Options that make a model of this name small, out of those its class accepts; the most reliable first."""
     config = timm.get_pretrained_cfg(name)
     if module_of(name) in STAGED:
         free = config is not None and not config.fixed_input_size and "halo" not in name  # whose blocks must fit

@@ -16,8 +16,8 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def told_versions() -> dict[str, str]:
-    """The version by the file that tells it."""
+def file_versions() -> dict[str, str]:
+    """The version in each file that contains it."""
     changes = re.search(r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", _read("CHANGELOG.md"), re.MULTILINE)
     cited = re.search(r"^version: (\S+)$", _read("CITATION.cff"), re.MULTILINE)
     return {
@@ -27,15 +27,15 @@ def told_versions() -> dict[str, str]:
     }
 
 
-def told_days() -> dict[str, str]:
-    """The day of the release by the file that tells it."""
+def release_dates() -> dict[str, str]:
+    """The release date in each file that contains it."""
     changes = re.search(r"^## \[\d\S*\] - (\d{4}-\d\d-\d\d)$", _read("CHANGELOG.md"), re.MULTILINE)
     cited = re.search(r"^date-released: (\S+)$", _read("CITATION.cff"), re.MULTILINE)
     return {"CHANGELOG.md": changes[1] if changes else "none", "CITATION.cff": cited[1] if cited else "none"}
 
 
 def unreleased() -> str:
-    """What the changelog tells of a version after this one."""
+    """The changelog's entries for later versions."""
     found = re.search(r"^## \[Unreleased\]$(.*?)(?=^## |\Z)", _read("CHANGELOG.md"), re.MULTILINE | re.DOTALL)
     return found[1].strip() if found else ""
 
@@ -45,10 +45,10 @@ def obstacles() -> Iterator[str]:
     changed = git("status", "--porcelain")
     if changed:
         yield f"the tree is not clean:\n{changed}"
-    versions = told_versions()
+    versions = file_versions()
     if len(set(versions.values())) > 1:
         yield f"versions differ: {versions}"
-    days = told_days()
+    days = release_dates()
     if len(set(days.values())) > 1:
         yield f"days of the release differ: {days}"
     if unreleased():

@@ -105,7 +105,7 @@ def explain(
 
 
 def _asked(vit: Anatomy) -> Anatomy:
-    """The model with its default question, if it is no classifier and was not asked one."""
+    """Return the model with its default question, if it is not a classifier and has no question."""
     return vit.ask(vit.default_question()) if vit.task and vit.head is None else vit
 
 

@@ -14,8 +14,8 @@ ROOT = dist.ROOT
 
 
 def test_versions_agree() -> None:
-    assert set(release.told_versions().values()) == {__version__}
-    assert len(set(release.told_days().values())) == 1
+    assert set(release.file_versions().values()) == {__version__}
+    assert len(set(release.release_dates().values())) == 1
 
 
 def test_the_changelog_keeps_its_form() -> None:
@@ -30,15 +30,15 @@ def test_the_changelog_keeps_its_form() -> None:
 def test_what_stops_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"status": " M README.md", "tag": f"v0.9.0\nv{__version__}"}
     monkeypatch.setattr(release, "git", lambda *words: answers[words[0]])
-    monkeypatch.setattr(release, "told_versions", lambda: {"a": "1.0.0", "b": "0.9.0"})
-    monkeypatch.setattr(release, "told_days", lambda: {"a": "2026-01-01", "b": "2026-01-02"})
+    monkeypatch.setattr(release, "file_versions", lambda: {"a": "1.0.0", "b": "0.9.0"})
+    monkeypatch.setattr(release, "release_dates", lambda: {"a": "2026-01-01", "b": "2026-01-02"})
     monkeypatch.setattr(release, "unreleased", lambda: "- A thing.")
     told = list(release.obstacles())
     assert len(told) == 5
     assert "README.md" in told[0]
     answers.update(status="", tag="")
-    monkeypatch.setattr(release, "told_versions", lambda: {"a": "1.0.0"})
-    monkeypatch.setattr(release, "told_days", lambda: {"a": "2026-01-01"})
+    monkeypatch.setattr(release, "file_versions", lambda: {"a": "1.0.0"})
+    monkeypatch.setattr(release, "release_dates", lambda: {"a": "2026-01-01"})
     monkeypatch.setattr(release, "unreleased", lambda: "")
     assert list(release.obstacles()) == []
 

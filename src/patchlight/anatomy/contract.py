@@ -237,7 +237,7 @@ class Contract(ABC):
         return self.net(images)
 
     def default_question(self) -> Any:
-        """The question that is asked of a model with a `task` if none is given."""
+        """The default question of a model with a `task`."""
         raise PatchlightError(
             f"{self.name} is a model for {self.task}, so it needs a question; give head=, one of pl.heads"
         )

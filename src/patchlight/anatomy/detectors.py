@@ -76,8 +76,8 @@ class Detector(TaskAnatomy):
     """A detector: `logits` [B,Q,C] of Q queries and their boxes `pred_boxes` [B,Q,4] (centre and size, from 0 to 1).
 
     `class_names` are the names of its classes. `softmax`: whether the logits are a softmax with "no object" last, not
-    sigmoids. `selects`: whether its queries are chosen anew for every image, so that query 3 of a changed image is
-    another one.
+    sigmoids. `selects`: whether its queries are selected again for every image, so that query 3 of a changed image
+    is a different one.
     """
 
     task = "detection"

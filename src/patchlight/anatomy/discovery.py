@@ -116,7 +116,7 @@ def discover(
         inputs: Two different inputs [2,...].
         prepare: What is done to the copy before.
         dims: The dimensions of one input, in the order of the axes of the grid.
-        patches: How inputs are cut into patches, where that is no convolution of the model.
+        patches: How inputs are cut into patches, if this is not done by a convolution of the model.
 
     Returns:
         None where there is no attention between tokens.

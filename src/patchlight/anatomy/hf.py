@@ -88,7 +88,7 @@ _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 
 class Inputs(NamedTuple):
     """What a model takes: the shape of one input, its size along each axis of the grid, and where these axes are.
 
-    `patches` is how images are cut if that is no convolution of the model.
+    `patches` is how images are cut into patches, if this is not done by a convolution of the model.
     """
 
     shape: tuple[int, ...]

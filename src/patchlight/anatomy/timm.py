@@ -161,7 +161,7 @@ def projects(model: Any) -> bool:
 
 
 def _as_trained(preprocess: Preprocess, config: dict[str, Any]) -> Preprocess:
-    """The preprocessing of such a model's own training; timm has its defaults for some.
+    """The preprocessing of the model's training; for some models, timm contains only its defaults.
 
     Only what exceeds a square is cropped; SigLIP squashes, MobileCLIP (mean 0) resizes bilinearly.
     """

@@ -244,7 +244,7 @@ class QuestionOptions:
         if self.against_region is not None and self.region is None and self.region_mask is None:
             raise PatchlightError("--against-region needs --region or --region-mask, what it is compared with")
         if self.prompt is None and (self.answer is not None or self.words is not None):
-            raise PatchlightError("--answer and --words need --prompt, the question that the model is asked")
+            raise PatchlightError("--answer and --words need --prompt, the question to the model")
         for name, count in (("box", 4), ("region", 4), ("point", 2)):
             self._numbers(name, count)
 

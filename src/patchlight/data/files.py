@@ -46,7 +46,7 @@ def open_files(
 
     Files are looked up in the folder first. Without labels, the first sub-folder is the class if all images are in
     sub-folders. If the folder has a sub-folder `images`, the images are there, and labels.csv, boxes.csv, masks/ and
-    coco.json beside it are used by default.
+    coco.json next to it are used by default.
 
     Args:
         labels: A CSV file of lines `name,label`: the path, file name or stem of an image and a class name or index.

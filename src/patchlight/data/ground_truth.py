@@ -193,7 +193,7 @@ def open_ground_truth(
 
     Args:
         path: Not used.
-        task: What is asked of the scene.
+        task: The task, which defines the label and the deciding patches.
         scenes: The number of scenes.
         seed: Random seed.
     """

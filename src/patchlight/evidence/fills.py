@@ -64,7 +64,7 @@ class Imputation:
 
 @dataclass(frozen=True)
 class Freeze:
-    """A video that stands still where it is hidden: each place repeats its last visible value along `dim`.
+    """Freeze a video where it is hidden: each position repeats its last visible value along `dim`.
 
     What is hidden from the beginning shows the next visible value, and a place that is never visible its first one.
     """

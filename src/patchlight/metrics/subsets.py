@@ -178,7 +178,7 @@ def f_fidelity(
         mean over s of ( f(x) - E f(x without some of the s highest) ) - ( f(x) - E f(x without some of the rest) )
 
     Each patch is hidden with a chance of `rate`, less where more than the share `most` of the image would be hidden: so
-    images stay close to those the model knows. The authors also fine-tune the model on such images; without, as here,
+    images stay close to the training data. The authors also fine-tune the model on such images; without, as here,
     they call it R-Fidelity. Random maps have 0 if the shares are symmetric about one half. Parts: `plus` and `minus`,
     the means of both drops; curve [B,shares]: their difference.
 

@@ -67,7 +67,7 @@ class ExplainTask:
         force: Whether to replace existing output.
         command: The command line that does the same.
         optional: Methods that are skipped if the model does not support them.
-        heads: The questions, each of which is asked of every image; none: the model's own.
+        heads: The questions to explain for every image. Default: the question of the model.
     """
 
     items: Sequence[ImageFile]

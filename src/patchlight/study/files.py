@@ -103,7 +103,7 @@ def _read(paths: Sequence[Path], vit: Anatomy, log: FileLog) -> Iterator[Explain
 def _explain(
     read: Sequence[ExplainedFile], vit: Anatomy, options: ExplainOptions, log: FileLog
 ) -> Iterator[ExplainedFile]:
-    """Explain images together, or one by one if a map is not finite, which is a failure, or if a question is asked."""
+    """Explain images together, or one by one if a map is not finite (a failure) or if the model has a question."""
     if vit.question is not None and vit.question.general is None:
         for file in read:
             try:
