@@ -5,5 +5,5 @@ from __future__ import annotations
 from patchlight.zoo import bundled
 
 if __name__ == "__main__":
-    bundled.SUMS.write_text(bundled.made_sums(), encoding="utf-8")
+    bundled.SUMS.write_text(bundled.checksum_lines(), encoding="utf-8")
     print(f"wrote {bundled.SUMS}")

@@ -90,7 +90,7 @@ def explain(
         >>> att = pl.explain(vit, "cat.jpg", target="cat", against="dog")                       # doctest: +SKIP
         >>> att.show()                                                                          # doctest: +SKIP
     """
-    vit, images = _asked(wrap(vit, head)).fit(images)
+    vit, images = _with_default_question(wrap(vit, head)).fit(images)
     seed = integer("seed", seed, 0)
     size = None if batch_size is None else integer("batch_size", batch_size, 1)
     resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
@@ -104,7 +104,7 @@ def explain(
     return results[method] if isinstance(method, str) else results
 
 
-def _asked(vit: Anatomy) -> Anatomy:
+def _with_default_question(vit: Anatomy) -> Anatomy:
     """Return the model with its default question, if it is not a classifier and has no question."""
     return vit.ask(vit.default_question()) if vit.task and vit.head is None else vit
 

@@ -53,8 +53,8 @@ def test_a_damaged_file_and_a_broken_model_are_reported(monkeypatch: pytest.Monk
 
 def test_the_checksums_are_those_of_the_files() -> None:
     """`python -m tools.checksums` brings them up to date."""
-    assert bundled.SUMS.read_text(encoding="utf-8") == bundled.made_sums()
-    assert pocket.description()["sha256"] + "  pocket.safetensors\n" in bundled.made_sums()
+    assert bundled.SUMS.read_text(encoding="utf-8") == bundled.checksum_lines()
+    assert pocket.description()["sha256"] + "  pocket.safetensors\n" in bundled.checksum_lines()
 
 
 def test_what_to_type_is_what_works_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

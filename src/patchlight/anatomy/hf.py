@@ -50,7 +50,7 @@ class PublishedFor(NamedTuple):
     any_size: bool = False
 
 
-_KNOWN: dict[str, PublishedFor] = {
+_PUBLISHED: dict[str, PublishedFor] = {
     "ViTForImageClassification": PublishedFor(VIT),
     "DeiTForImageClassification": PublishedFor(DEIT),
     "DeiTForImageClassificationWithTeacher": PublishedFor(DEIT),
@@ -132,7 +132,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
     """An image classifier of transformers; its forward is crossed at the blocks that are found in it."""
 
     library = "transformers"
-    known: ClassVar[Mapping[str, PublishedFor]] = _KNOWN
+    known: ClassVar[Mapping[str, PublishedFor]] = _PUBLISHED
     """The preprocessing of published models, by the name of the class."""
     published: PublishedFor = _OTHERS
     """The preprocessing of other classes."""
@@ -286,7 +286,7 @@ def check_kind(kind: str, name: str) -> None:
 
 def supported() -> list[str]:
     """The transformers classes that are read."""
-    return sorted(_KNOWN)
+    return sorted(_PUBLISHED)
 
 
 def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:

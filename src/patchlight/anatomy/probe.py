@@ -25,7 +25,7 @@ def probe(vit: Anatomy) -> None:
     """Refuse a model whose parts do not give its logits; read classes, width and whether attention can be read."""
     with torch.inference_mode(False), torch.no_grad(), vit.steady():
         image = random_image(vit)
-        expected = _whole(vit, image)
+        expected = _forward_logits(vit, image)
         tokens = vit.embed(image)
         _read_tokens(vit, tokens)
         logits = vit.classified(vit.run(tokens))
@@ -58,7 +58,7 @@ def refused_input(name: str, shape: Sequence[int], error: Exception) -> Patchlig
     )
 
 
-def _whole(vit: Anatomy, image: Tensor) -> Tensor:
+def _forward_logits(vit: Anatomy, image: Tensor) -> Tensor:
     """The logits of the whole model."""
     try:
         out: Any = vit.model_output(image)

@@ -40,7 +40,7 @@ class Merging:
         """
         row = row[..., -math.prod(self.coarse) :]
         shares = (row / self.children(row)).reshape(-1, 1, row.shape[-1]).expand(-1, self.kernel**2, -1)
-        whole = F.fold(shares, self._whole, self.kernel, stride=self.stride)
+        whole = F.fold(shares, self._padded_size, self.kernel, stride=self.stride)
         return F.pad(whole, [-side for side in self._sides]).reshape(*row.shape[:-1], -1)
 
     def per_token(self, values: Tensor, batch: int) -> Tensor:
@@ -49,14 +49,14 @@ class Merging:
         return values if values.shape[1] == self.fine[0] * self.fine[1] else self.pull(values)
 
     @property
-    def _whole(self) -> Grid:
+    def _padded_size(self) -> Grid:
         rows, columns = ((side - 1) * self.stride + self.kernel for side in self.coarse)
         return rows, columns
 
     @property
     def _sides(self) -> list[int]:
         """Padding of the children's grid beyond the fine grid: left, right, top, bottom."""
-        (rows, columns), (fine_rows, fine_columns) = self._whole, self.fine
+        (rows, columns), (fine_rows, fine_columns) = self._padded_size, self.fine
         pad = self.padding
         return [pad, columns - fine_columns - pad, pad, rows - fine_rows - pad]
 

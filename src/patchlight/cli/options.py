@@ -231,7 +231,7 @@ class QuestionOptions:
     words: str | None = None
 
     def __post_init__(self) -> None:
-        given = [flag_of(name) for name in _ABOUT if getattr(self, name) is not None]
+        given = [flag_of(name) for name in _SUBJECT_OPTIONS if getattr(self, name) is not None]
         if len(given) > 1:
             raise PatchlightError(f"{' and '.join(given)} cannot be combined: give one of them")
         if self.detections is not None and self.detections < 1:
@@ -284,7 +284,7 @@ class QuestionOptions:
         return []
 
 
-_ABOUT = ("detections", "box", "region", "region_mask", "point", "prompt")
+_SUBJECT_OPTIONS = ("detections", "box", "region", "region_mask", "point", "prompt")
 """Options of which one says what a question is about."""
 _COUNTS = {2: "two numbers; write X,Y", 4: "four numbers; write LEFT,TOP,RIGHT,BOTTOM"}
 SURE = 0.5

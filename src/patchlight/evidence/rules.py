@@ -51,15 +51,15 @@ class Rule:
 
 RULES: Registry[Rule] = Registry("backward rule")
 PLAIN = RULES.add(Rule("plain", "the gradient"))
-_HELD: Final = ("frozen", "frozen", "ratio", "half")
+_LIBRA: Final = ("frozen", "frozen", "ratio", "half")
 for _rule in (
-    Rule("libra", "LibraGrad, CVPR 2025", *_HELD),
+    Rule("libra", "LibraGrad, CVPR 2025", *_LIBRA),
     Rule("conservative", "Ali et al., ICML 2022", "frozen", "frozen"),
     Rule("attnlrp", "Achtibat et al., ICML 2024 (no gamma rule)", "uniform", "frozen", "ratio", "half"),
     Rule(
-        "gamma", "Bakish et al., arXiv 2506.02138: LXT's rules with their gammas", *_HELD, gamma=0.05, conv_gamma=100.0
+        "gamma", "Bakish et al., arXiv 2506.02138: LXT's rules with their gammas", *_LIBRA, gamma=0.05, conv_gamma=100.0
     ),
-    Rule("lxt", "Achtibat et al., ICML 2024: their code's rules for ViTs", *_HELD, gamma=0.05, conv_gamma=0.25),
+    Rule("lxt", "Achtibat et al., ICML 2024: their code's rules for ViTs", *_LIBRA, gamma=0.05, conv_gamma=0.25),
 ):
     RULES.add(_rule)
 

@@ -424,7 +424,7 @@ class ReadsBlocks(Method):
         return frozenset(self.needs(settings) if callable(self.needs) else self.needs)
 
 
-def _whole(settings: Settings, vit: Anatomy) -> Course:
+def _full_course(settings: Settings, vit: Anatomy) -> Course:
     return WHOLE
 
 
@@ -440,7 +440,7 @@ class LayerMap(ReadsBlocks):
     combine: Composition = field()
     rule: str = "plain"
     adds_end: bool = False
-    course: Callable[[Settings, Anatomy], Course] = _whole
+    course: Callable[[Settings, Anatomy], Course] = _full_course
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
         """The settings of the method and its composition."""

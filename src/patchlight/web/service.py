@@ -208,7 +208,7 @@ class ModelService:
     def resolve_question(self, question: schemas.AskedQuestion, image: StoredImage | None = None) -> ResolvedQuestion:
         """Find the image, the classes and the logits of a question, or say what is wrong with it."""
         image = image or self.images.find(question.image)
-        vit, asked = self._asked_of(question, image)
+        vit, asked = self._question_model(question, image)
         logits = self._image_logits(vit, image, asked)
         if not bool(logits.isfinite().all()):
             raise PatchlightError(f"{vit.name} gives NaN or infinity for this image, so it cannot be explained.")
@@ -225,7 +225,7 @@ class ModelService:
             targets = Targets(targets.index, torch.tensor([[against]]))
         return ResolvedQuestion(vit, image, targets, logits, (image.id, asked, index, question.against))
 
-    def _asked_of(self, question: schemas.AskedQuestion, image: StoredImage) -> tuple[Anatomy, Hashable]:
+    def _question_model(self, question: schemas.AskedQuestion, image: StoredImage) -> tuple[Anatomy, Hashable]:
         """Return the model with the question of a request, and the key of the question in the caches."""
         if question.texts is not None and question.head is not None:
             raise PatchlightError("Give texts or head, not both.")

@@ -12,7 +12,7 @@ SUMS = ZOO / "sums.txt"
 """A SHA-256 and a file in each line, as `sha256sum` writes and checks them; `python -m tools.checksums` makes it."""
 
 
-def made_sums(folder: Path = ZOO) -> str:
+def checksum_lines(folder: Path = ZOO) -> str:
     """The text of `sums.txt`: all data files of the folder."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg", ".png"))
     return "".join(f"{_sum(path).hex()}  {path.relative_to(folder).as_posix()}\n" for path in files)
