@@ -144,8 +144,8 @@ class BagAnatomy(DescribedAnatomy):
                 return self._form
             errors.append("a bag has different logits alone and in a batch")
         raise PatchlightError(
-            f"{self.name} does not take bags [B,n,E] of tiles with {self.channels} features: {errors[0]}; "
-            "give bag= the number of features of a tile, and choose the logits with output= if it returns more"
+            f"{self.name} does not accept bags [B,n,E] of tiles with {self.channels} features: {errors[0]}; set bag= "
+            "to the number of features per tile, and select the logits with output= if it returns more"
         )
 
     def _find_order(self, tiles: Tensor) -> str | None:
@@ -156,7 +156,7 @@ class BagAnatomy(DescribedAnatomy):
             return f"its head takes exactly {PROBED} tiles ({first_line(error)})"
         if alike(self._logits(tiles), self._logits(tiles.roll(5, 1))):
             return None
-        return "it reads tiles by their place in the bag, so leaving one out moves all others; unit='patch' fills tiles"
+        return "its output depends on the order of the tiles, so tiles cannot be removed; unit='patch' fills them"
 
     def _find_pooling(self, tiles: Tensor) -> str | None:
         """Find the softmax that pools tiles; returns why its weights cannot be read, or None."""
@@ -174,7 +174,7 @@ class BagAnatomy(DescribedAnatomy):
             return None
         self.pooling = given if self._pooling_given else "avg"
         if self._form != "batch":
-            return "it takes one bag at a time; let its forward take several bags [B,n,E]"
+            return "its forward accepts one bag at a time; change it to accept a batch of bags [B,n,E]"
         return "it has no single softmax over tiles; if it has transformer blocks, give embed, blocks and readout"
 
     def fit(self, images: Any) -> tuple[Self, Tensor]:
@@ -231,7 +231,7 @@ class BagAnatomy(DescribedAnatomy):
         blank = (bag == 0).all(-1)
         if bool(blank.any()):
             first = int(blank.reshape(-1, blank.shape[-1]).any(0).nonzero()[0])
-            raise PatchlightError(f"tile {first} has only zeros, as padding has; leave out such tiles")
+            raise PatchlightError(f"tile {first} contains only zeros, which looks like padding; remove padded tiles")
         return bag
 
     def __repr__(self) -> str:
@@ -270,12 +270,14 @@ def read_features(source: Any) -> Tensor:
     if isinstance(found, Mapping):
         names = list(found)
         if "features" not in found and len(names) != 1:
-            raise PatchlightError(f"'{source}' has the arrays {', '.join(names)}; call the bag's features 'features'")
+            raise PatchlightError(
+                f"'{source}' contains the arrays {', '.join(names)}; name the features of the bag 'features'"
+            )
         found = found.get("features", found[names[0]])
     try:
         tensor = found if isinstance(found, Tensor) else torch.as_tensor(np.asarray(found))
     except (TypeError, ValueError) as error:
-        raise PatchlightError(f"a bag was given as {type(source).__name__}; {GIVE_BAG}") from error
+        raise PatchlightError(f"a bag of type {type(source).__name__} cannot be read; {GIVE_BAG}") from error
     return tensor.detach() if tensor.is_floating_point() else tensor.float()
 
 
@@ -311,7 +313,7 @@ def open_bag(model: nn.Module, overrides: Mapping[str, Any]) -> BagAnatomy:
     del rest["bag"]
     parts = [rest.pop(key, None) for key in ("embed", "blocks", "readout")]
     if any(parts) and None in parts:
-        raise PatchlightError("to describe the blocks of a bag head, give embed, blocks and readout")
+        raise PatchlightError("the description of a bag head is incomplete; give embed, blocks and readout")
     return BagAnatomy(
         model,
         features=features,
