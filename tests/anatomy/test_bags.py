@@ -360,6 +360,7 @@ def test_bags_are_read_from_files(tmp_path: Path) -> None:
         ([], "no bag was given"),
         ("none.npy", "no bag at 'none.npy'"),
         (object(), "a bag of type object cannot be read"),
+        ({1: torch.ones(3, E), "b": torch.zeros(3, E)}, "the bag contains the arrays 1, b; name the features"),
     ],
 )
 def test_bad_bags_get_one_sentence(bag: Any, words: str) -> None:

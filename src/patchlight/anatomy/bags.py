@@ -270,9 +270,9 @@ def read_features(source: Any) -> Tensor:
     if isinstance(found, Mapping):
         names = list(found)
         if "features" not in found and len(names) != 1:
-            raise PatchlightError(
-                f"'{source}' contains the arrays {', '.join(names)}; name the features of the bag 'features'"
-            )
+            what = f"'{source}'" if isinstance(source, str | Path) else "the bag"
+            listed = ", ".join(map(str, names))
+            raise PatchlightError(f"{what} contains the arrays {listed}; name the features of the bag 'features'")
         found = found.get("features", found[names[0]])
     try:
         tensor = found if isinstance(found, Tensor) else torch.as_tensor(np.asarray(found))
