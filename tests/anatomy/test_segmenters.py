@@ -146,7 +146,7 @@ def test_the_states_read_and_the_parts(kind: str) -> None:
         whole = vit.model_output(images)
         torch.testing.assert_close(vit.readout(vit.run(vit.embed(images))), whole, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(whole, vit.model_output(torch.zeros_like(images)), atol=1e-5)
-    with pytest.raises(Unsupported, match="needs the complete grid, so tokens cannot be removed"):
+    with pytest.raises(Unsupported, match="reads a whole grid, so no patch can be taken out"):
         vit.check_droppable()
 
 
@@ -317,15 +317,24 @@ def test_eomt_is_opened_at_the_blocks_that_have_its_queries() -> None:
     assert (vit.depth, vit.prefix, vit.grid) == (2, 9, (4, 4))
     masked: Any = _drawn(EOMT)
     masked.attn_mask_probs.fill_(0.5)
-    with pytest.raises(Unsupported, match="EoMT still masks attention with its predictions"):
+    with pytest.raises(Unsupported, match="EoMT still masks attention by its own predictions"):
         pl.wrap(masked, preprocess=pl.Preprocess((64, 64)))
 
 
 @pytest.mark.parametrize("kind", [DPT, EOMT, "SegformerForSemanticSegmentation"])
 def test_no_patch_is_taken_out_of_a_grid(kind: str) -> None:
     """DPT itself would silently take nine of sixteen patches for a smaller picture."""
-    with pytest.raises(Unsupported, match="needs the complete grid, so tokens cannot be removed; methods that fill"):
+    with pytest.raises(Unsupported, match="reads a whole grid, so no patch can be taken out; pixels can be filled"):
         pl.explain(opened(kind), inputs(opened(kind)), "tis")
+
+
+def test_tis_paints_patches_where_none_can_be_taken_out() -> None:
+    """Models with one grid only: TIS clusters the outputs of blocks, which differ in size between stages."""
+    vit = opened(DPT)
+    assert pl.explain(vit, inputs(vit), "tis", unit="patch", samples=8).scores.std() > 0
+    segformer = opened("SegformerForSemanticSegmentation")
+    with pytest.raises(Unsupported, match="'tis' does not work here"):
+        pl.explain(segformer, inputs(segformer), "tis", unit="patch")
 
 
 def test_the_energy_of_a_map_in_a_region() -> None:

@@ -35,7 +35,7 @@ class SegmenterAnatomy(HuggingFaceAnatomy, TaskAnatomy):
 
     task = "segmentation"
     classifies = False
-    can_drop = "its decoder needs the complete grid, so tokens cannot be removed; methods that fill pixels work"
+    can_drop = "its decoder reads a whole grid, so no patch can be taken out; pixels can be filled (unit='patch')"
     published = PublishedFor(
         Preprocess((512, 512), IMAGENET_MEAN, IMAGENET_STD, 1.0, "bilinear", "squash", "down"), True
     )
@@ -81,8 +81,8 @@ class EomtAnatomy(SegmenterAnatomy):
     def __init__(self, model: Any, backbone: str, **overrides: Any) -> None:
         if bool((model.attn_mask_probs > 0).any()):
             raise Unsupported(
-                "EoMT still masks attention with its predictions (attn_mask_probs is above 0); set attn_mask_probs "
-                "to 0, as in fully trained checkpoints"
+                "EoMT still masks attention by its own predictions (attn_mask_probs is above 0); set it to 0, as in "
+                "fully trained checkpoints"
             )
         super().__init__(model, backbone, **overrides)
 

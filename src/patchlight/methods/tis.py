@@ -96,9 +96,13 @@ def sampled_scores(
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if vit.can_drop is None and vit.depth == 0:
-        return f"it clusters the outputs of blocks, and {vit.name} is opened as a feature map without blocks"
-    return vit.can_drop
+    if vit.can_drop is not None and (settings["unit"] == "token" or vit.hierarchical):
+        return vit.can_drop
+    return (
+        None
+        if vit.depth
+        else (f"it clusters the outputs of blocks, and {vit.name} is opened as a feature map without blocks")
+    )
 
 
 @ablates(
