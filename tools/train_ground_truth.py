@@ -142,7 +142,6 @@ def main() -> None:
     tasks = {
         task: {
             "classes": list(TASKS[task].classes),
-            "about": TASKS[task].cause,
             "checked": {key: round(value, 4) for key, value in results[task]["shares"].items()},
             "steps": results[task]["steps"],
             "seconds": round(results[task]["seconds"], 1),

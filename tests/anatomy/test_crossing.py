@@ -421,7 +421,7 @@ def test_sound_beyond_the_last_cell_is_not_read(place: tuple[int, int]) -> None:
 def test_time_sformer_says_why_it_needs_every_cell() -> None:
     """Its blocks take some of its cells for a smaller grid without an error; the probe must find that it is wrong."""
     vit, keep = opened("TimeSformer"), torch.arange(0, 64, 2)[None]
-    assert "alternates attention over time and space" in str(vit.can_drop)
+    assert "attends over time and space in turns" in str(vit.can_drop)
     with vit.steady(), torch.no_grad():
         tokens = vit.embed(inputs("TimeSformer", 1))
         assert vit.block(0, vit.gather(tokens, keep), keep).isfinite().all()

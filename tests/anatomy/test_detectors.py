@@ -129,7 +129,7 @@ def test_methods_keep_their_contract(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["rf", "lw", "two-stage"])
 def test_a_query_that_is_selected_again_is_refused_on_changed_images(name: str) -> None:
     vit, images = detectors.opened(name), detectors.images(name)
-    with pytest.raises(PatchlightError, match=r"selected again for every image, .* score='match' works"):
+    with pytest.raises(PatchlightError, match=r"chosen anew for every image, .* score='match' works"):
         pl.explain(vit, images, "rise", head=pl.heads.Box(score="class"), samples=8)
     att = pl.explain(vit, images, "rise", head=pl.heads.Box(), samples=8)
     assert att.scores.any()
@@ -144,7 +144,7 @@ def test_a_query_that_is_selected_again_is_refused_on_changed_images(name: str) 
     ("name", "words"),
     [
         ("rt", r"reads the image beside its tokens \(other scales of its backbone\)"),
-        ("deformable", "deformable attention samples points between cells, so it has no attention rows"),
+        ("deformable", "deformable attention looks at points between cells, so it has no rows"),
     ],
 )
 def test_detectors_that_read_several_maps_are_opened_at_the_first(name: str, words: str) -> None:
@@ -334,7 +334,7 @@ def test_boxes_explains_all_detections() -> None:
         (lambda: pl.heads.Boxes(threshold=0.999), "detects nothing with a score of at least 0.999"),
         (lambda: pl.heads.Box(box=(200, 10, 250, 40)), "lies outside the image, which is 96 pixels wide and 64 high"),
         (lambda: pl.heads.Box(box=(30, 10, 20, 40)), "is empty"),
-        (lambda: pl.heads.Box(box=(0, 0, 1, 1), label="dog", missed=True), "no query of yolos overlaps the box"),
+        (lambda: pl.heads.Box(box=(0, 0, 1, 1), label="dog", missed=True), "no query of yolos overlaps the box you gave"),
         (lambda: pl.heads.Box(label="dgo"), "yolos has no label 'dgo'; did you mean 'dog'?"),
         (lambda: pl.heads.Box(label=7), "label 7 does not exist; yolos has classes 0 to 4"),
         (lambda: pl.heads.Box(query=9), "query 9 does not exist; yolos has queries 0 to 4"),

@@ -186,7 +186,7 @@ class DetectorAnatomy(HuggingFaceAnatomy, Detector):
     def why_not_drop(self, tokens: Tensor) -> str | None:
         """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
         if self.selects:
-            return f"the queries of {self.name} are selected again for every image"
+            return f"the queries of {self.name} are chosen anew for every image"
         keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
         seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
         seen[0, self.places(keep)[0]] = True
@@ -274,11 +274,11 @@ class DetectorMap(FeatureMapAnatomy, Detector):
         super().__init__(model, **{"pooling": "gradient", **overrides})
         if scales:
             self.can_attend = (
-                f"{self.name} reads the image beside its tokens (other scales of its backbone), so its blocks do not "
-                "contain all information; use methods for pixels or feature maps"
+                f"{self.name} reads the image beside its tokens (other scales of its backbone), so its blocks are not "
+                "all it decides on; methods on pixels and feature maps work"
             )
         elif hasattr(model.config, "two_stage"):
-            self.can_attend = "deformable attention samples points between cells, so it has no attention rows"
+            self.can_attend = "deformable attention looks at points between cells, so it has no rows"
 
 
 class TextDetector(Detector):

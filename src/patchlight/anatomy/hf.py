@@ -232,8 +232,8 @@ class TurnsAnatomy(VideoAnatomy):
     """TimeSformer, whose blocks attend over time and space in turns."""
 
     can_drop = (
-        "it alternates attention over time and space, which needs the complete grid; pixels can be filled "
-        "(unit='frame', 'tube' or 'patch')"
+        "it attends over time and space in turns and needs every cell of its grid; pixels can be filled (unit='frame', "
+        "'tube' or 'patch')"
     )
 
 

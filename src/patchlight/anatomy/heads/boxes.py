@@ -108,7 +108,7 @@ class DetectionQuestion(Question):
         far = (boxes[:, held.query].detach() - held.query_box.to(boxes)).abs().amax()
         if float(far) > 1e-3:
             raise Unsupported(
-                f"the queries of {self.detector.name} are selected again for every image, so query {held.query} of a "
+                f"the queries of {self.detector.name} are chosen anew for every image, so query {held.query} of a "
                 "changed image is another one; score='match' works"
             )
 
@@ -229,7 +229,8 @@ class Box(DetectionQuestion):
         overlap = iou(boxes, box.to(boxes))
         if float(overlap.max()) < OVERLAP:
             raise PatchlightError(
-                f"no query of {vit.name} overlaps the box (largest IoU {float(overlap.max()):.2f}); give another box"
+                f"no query of {vit.name} overlaps the box you gave (largest IoU {float(overlap.max()):.2f}); give "
+                "another box"
             )
         match = overlap[:, None] * (probabilities + (1e-3 if self.missed else 0))
         label = int(match.amax(0).argmax()) if label is None else label

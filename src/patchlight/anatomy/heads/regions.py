@@ -241,7 +241,7 @@ def pixels_of(vit: Any, where: Any, size: tuple[int, int] | None) -> Tensor:
 def resized(region: Tensor, size: Sequence[int]) -> Tensor:
     """A region [H,W] at another resolution, by area."""
     if not bool((region > 0).any()):
-        raise PatchlightError("the region lies outside the part of the photograph that the model reads")
+        raise PatchlightError("nothing of the region you gave lies in the picture the model saw")
     return F.adaptive_avg_pool2d(region[None], (size[0], size[1]))[0]
 
 
