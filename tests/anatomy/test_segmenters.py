@@ -20,6 +20,7 @@ from patchlight.core.drawing.heat import outlined
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.testing import check_method, contract_names
 from patchlight.zoo import shapes
+from patchlight.zoo.pocket import PHOTOS
 from tests import detectors
 
 transformers = pytest.importorskip("transformers")
@@ -330,8 +331,9 @@ def test_no_patch_is_taken_out_of_a_grid(kind: str) -> None:
 
 def test_tis_paints_patches_where_none_can_be_taken_out() -> None:
     """Models with one grid only: TIS clusters the outputs of blocks, which differ in size between stages."""
-    vit = opened(DPT)
-    assert pl.explain(vit, inputs(vit), "tis", unit="patch", samples=8).scores.std() > 0
+    vit, photo = pl.load("pocket-segmenter"), PHOTOS / "dog.jpg"
+    head = pl.heads.Region(box=(40, 40, 160, 160))
+    assert pl.explain(vit, photo, "tis", head=head, unit="patch", samples=8).scores.std() > 0
     segformer = opened("SegformerForSemanticSegmentation")
     with pytest.raises(Unsupported, match="'tis' does not work here"):
         pl.explain(segformer, inputs(segformer), "tis", unit="patch")
