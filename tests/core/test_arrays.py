@@ -136,7 +136,7 @@ def test_wrong_clips_are_refused_in_one_sentence(tmp_path: Path) -> None:
     Image.new("RGB", (30, 30)).save(mixed / "999.png")
     refuses("80 x 64 and 30 x 30", vit.batch, mixed)
     refuses("this model takes [B,4,3,64,64]", vit.batch, torch.randn(1, 3, 3, 64, 64))
-    refuses("nothing at", vit.batch, tmp_path / "absent.npy")
+    refuses("no file or folder at", vit.batch, tmp_path / "absent.npy")
     refuses("give a folder of frames", vit.batch, [3])
     (tmp_path / "bad.npy").write_bytes(b"x")
     refuses("cannot be read", vit.batch, tmp_path / "bad.npy")

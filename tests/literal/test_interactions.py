@@ -183,7 +183,7 @@ def test_a_model_is_scored_with_only_the_regions(unit: str) -> None:
 def test_models_that_pool_patches_paint_them() -> None:
     vit = shared("reg4-gap")
     assert pl.interactions(vit, images(vit, 1), side=2, samples=16).error is None
-    with pytest.raises(pl.Unsupported, match="unit='patch' works"):
+    with pytest.raises(pl.Unsupported, match="use unit='patch'"):
         pl.interactions(vit, images(vit, 1), side=2, unit="token")
 
 

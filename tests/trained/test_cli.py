@@ -104,6 +104,6 @@ def test_recipes_are_valid(tmp_path: Path) -> None:
 
 def test_a_counting_task_that_is_not_passed_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missed = counting.Exactness("diffmask", 0.5, 0.25, 0.5, False)
-    result = SimpleNamespace(rows=[missed], explainer=SimpleNamespace(about={"result": {}}))
+    result = [missed], SimpleNamespace(about={"result": {}})
     monkeypatch.setattr(counting, "run", lambda *args: result)
     command("diffmask", "counting", "--out", str(tmp_path), code=3, says=("exact on 50.0% of the grids",))

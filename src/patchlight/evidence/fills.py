@@ -37,7 +37,7 @@ FILLS: dict[str, tuple[str, str]] = {
     "blur-tis": ("a blurred copy of the image (TIS)", "an 11 x 11 Gaussian of deviation 5; padded by reflection"),
     "noise": ("noise", "uniform in [0, 1) after normalisation, the same for all images; a metric may set the range"),
     "road": ("an imputation from the remaining pixels", "the weighted mean of the neighbours, with a little noise"),
-    "freeze": ("the last visible frame", "each hidden place of a video repeats what it last showed"),
+    "freeze": ("the last visible frame", "each hidden patch of a video repeats the last frame in which it is visible"),
     "floor": ("the input's lowest value", "one number for all places and channels, such as silence in a spectrogram"),
 }
 """Every fill by name: what it paints, for sentences, and exactly. Report, page and docs read this table."""
