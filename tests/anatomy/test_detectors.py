@@ -334,7 +334,10 @@ def test_boxes_explains_all_detections() -> None:
         (lambda: pl.heads.Boxes(threshold=0.999), "detects nothing with a score of at least 0.999"),
         (lambda: pl.heads.Box(box=(200, 10, 250, 40)), "lies outside the image, which is 96 pixels wide and 64 high"),
         (lambda: pl.heads.Box(box=(30, 10, 20, 40)), "is empty"),
-        (lambda: pl.heads.Box(box=(0, 0, 1, 1), label="dog", missed=True), "no query of yolos overlaps the box you gave"),
+        (
+            lambda: pl.heads.Box(box=(0, 0, 1, 1), label="dog", missed=True),
+            "no query of yolos overlaps the box you gave",
+        ),
         (lambda: pl.heads.Box(label="dgo"), "yolos has no label 'dgo'; did you mean 'dog'?"),
         (lambda: pl.heads.Box(label=7), "label 7 does not exist; yolos has classes 0 to 4"),
         (lambda: pl.heads.Box(query=9), "query 9 does not exist; yolos has queries 0 to 4"),
