@@ -41,10 +41,10 @@ def requests_for(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 
 def draw(folder: Path) -> dict[str, Any]:
-    """Write overlays `NAME-PHOTO.jpg` of all methods, and return the settings used."""
+    """Write overlays `NAME-PHOTO.jpg` of all methods that explain the bundled model, and return the settings used."""
     folder.mkdir(parents=True, exist_ok=True)
     vit = pl.load("pocket")
-    requests = requests_for((*METHODS, *COMPOSED))
+    requests = requests_for((*(method.name for method in pl.list_methods(vit) if method.supported), *COMPOSED))
     for photo in PHOTOS:
         path = pocket.PHOTOS / f"{photo}.jpg"
         seen(path, vit.preprocess.size, vit.preprocess).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(

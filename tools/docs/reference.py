@@ -163,19 +163,18 @@ def _without_formulas(blocks: list[str], formula: str) -> list[str]:
 
 
 def method_page(method: Method, drawn: Mapping[str, Mapping[str, Any]]) -> str:
-    summary, *details = _without_formulas(as_blocks(method.function), formulas.block("methods", method.name))
     formula = formulas.block("methods", method.name)
-    if formula:  # set as mathematics above; the docstring has it as text
-        details = [part for part in details if not part.startswith("```text")]
-    given = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
-    call = f'pl.explain(vit, photo, "{method.name}"{", " + given if given else ""})'
-    parts = [
-        f"# {method.name}",
-        summary,
-        formula,
-        gallery_row(method.name),
-        f"`{call}` with the bundled model, for *dog*, *bird* and *horse*"
-        + (" (fewer samples than the default, to build this page faster)." if given else "."),
+    summary, *details = _without_formulas(as_blocks(method.function), formula)
+    parts = [f"# {method.name}", summary, formula]
+    if method.name in drawn:
+        settings = ", ".join(f"{key}={value!r}" for key, value in drawn[method.name].items())
+        call = f'pl.explain(vit, photo, "{method.name}"{", " + settings if settings else ""})'
+        shorter = " (fewer samples than the default, to build this page faster)" if settings else ""
+        parts += [
+            gallery_row(method.name),
+            f"`{call}` with the bundled model, for *dog*, *bird* and *horse*{shorter}.",
+        ]
+    parts += [
         facts(method),
         *(["## Details", *details] if details else []),
         "## Settings",
@@ -267,7 +266,7 @@ def metrics_index() -> str:
     )
 
 
-def gallery(photo: str = PHOTOS[0]) -> str:
+def gallery(drawn: Mapping[str, Mapping[str, Any]], photo: str = PHOTOS[0]) -> str:
     """One picture per method on one photograph."""
 
     def tile(name: str, link: str) -> str:
@@ -278,14 +277,14 @@ def gallery(photo: str = PHOTOS[0]) -> str:
 
     parts = [
         "# Gallery",
-        "Every method on one photograph, with the bundled model, for the class *dog*. Methods that ignore the class "
-        "give the same map for *cat*. Each map has its own colour scale; "
+        "Every method that explains classifiers on one photograph, with the bundled model, for the class *dog*. "
+        "Methods that ignore the class give the same map for *cat*. Each map has its own colour scale; "
         "[reading a map without fooling yourself](start/reading.md) explains how to read it.",
         f'<div class="gallery"><a href="_static/methods/photo-{photo}.jpg"><img '
         f'src="_static/methods/photo-{photo}.jpg" alt="the photograph"><span>the photograph</span></a></div>',
     ]
     for group in GROUPS:
-        tiles = "\n".join(tile(name, name) for name, one in METHODS.items() if one.group == group)
+        tiles = "\n".join(tile(name, name) for name, one in METHODS.items() if one.group == group and name in drawn)
         if tiles:
             parts += [f"## {_heading(group)}", f'<div class="gallery">\n{tiles}\n</div>']
     tiles = "\n".join(tile(name, name.split(".")[0]) for name in COMPOSED)
@@ -298,7 +297,7 @@ def write(folder: Path, drawn: Mapping[str, Mapping[str, Any]]) -> None:
     pages: Iterable[tuple[str, str]] = [
         ("reference/methods/index", methods_index()),
         ("reference/metrics/index", metrics_index()),
-        ("gallery", gallery()),
+        ("gallery", gallery(drawn)),
         *((f"reference/methods/{name}", method_page(method, drawn)) for name, method in METHODS.items()),
         *((f"reference/metrics/{name}", metric_page(metric)) for name, metric in METRICS.items()),
     ]
