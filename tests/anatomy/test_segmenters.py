@@ -122,6 +122,10 @@ def _drawn(kind: str) -> nn.Module:
             model.attn_mask_probs.zero_()  # type: ignore[operator]
         for name, parameter in model.named_parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+            if kind == DPT and not name.startswith(
+                "dpt"
+            ):  # else nothing of the picture is left behind small convolutions
+                parameter.mul_(3)
             if "Depth" in kind and name.startswith("head"):  # a ReLU at the end would leave nothing
                 parameter.add_(0.1 if name.endswith("weight") else 1.0)
     return model

@@ -445,13 +445,21 @@ def measure(
 def _classes(
     vit: Anatomy, batch: Tensor, sources: Mapping[str, Source], targets: Targets | None, part: slice, count: int | None
 ) -> dict[str, Targets]:
-    """By label, the classes to score: those given, those that its maps explain, or the prediction."""
+    """By label, the classes to score: those given, those that its maps explain, or the default ones."""
     known_classes = {label: targets or source.targets for label, source in sources.items()}
-    predicted = None if all(known_classes.values()) else top_classes(vit.logits(batch), vit.outputs)
+    default = None if all(known_classes.values()) else _default_classes(vit, batch)
     return {
-        label: predicted if classes is None else classes.part(part.start, len(batch), count)  # type: ignore[misc]
+        label: default if classes is None else classes.part(part.start, len(batch), count)  # type: ignore[misc]
         for label, classes in known_classes.items()
     }
+
+
+def _default_classes(vit: Anatomy, batch: Tensor) -> Targets | None:
+    """The label that a question is about, as in `explain`; without a question or of several labels, the prediction."""
+    target = None if vit.question is None else vit.question.default_target()
+    if isinstance(target, int):
+        return resolve_targets(target, len(batch), vit.outcomes, vit.labels)
+    return top_classes(vit.logits(batch), vit.outputs)
 
 
 def _maps(
