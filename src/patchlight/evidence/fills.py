@@ -38,7 +38,10 @@ FILLS: dict[str, tuple[str, str]] = {
     "noise": ("noise", "uniform in [0, 1) after normalisation, the same for all images; a metric may set the range"),
     "road": ("an imputation from the remaining pixels", "the weighted mean of the neighbours, with a little noise"),
     "freeze": ("the last visible frame", "each hidden patch of a video repeats the last frame in which it is visible"),
-    "floor": ("the input's lowest value", "one number for all positions and channels, such as silence in a spectrogram"),
+    "floor": (
+        "the input's lowest value",
+        "one number for all positions and channels, such as silence in a spectrogram",
+    ),
 }
 """Every fill by name: what it paints, for sentences, and exactly. Report, page and docs read this table."""
 ROAD_NOISE = 0.01
