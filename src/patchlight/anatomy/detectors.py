@@ -81,6 +81,7 @@ class Detector(TaskAnatomy):
     """
 
     task = "detection"
+    prefers = ("genatt",)  # see docs/results/detection.md
     classifies = False
     softmax = False
     selects = False
