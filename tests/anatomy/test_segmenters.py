@@ -484,5 +484,5 @@ def test_the_bundled_segmenter() -> None:
     region = torch.zeros(96, 96)
     region[29:58, 35:64] = 1
     assert float(att.inside(region)) > 3 * float(region.mean())
-    file = shapes.HERE / "pocket-segmenter.safetensors"
+    file = shapes.ZOO / "pocket-segmenter.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == shapes.description("pocket-segmenter")["sha256"]

@@ -58,7 +58,7 @@ def test_the_bootstrap_in_parts_is_the_bootstrap() -> None:
             torch.testing.assert_close(sums[0][:, 0], whole @ values, rtol=1e-13, atol=0)
             torch.testing.assert_close(sums[1][:, 1], whole @ values**2, rtol=1e-13, atol=0)
             assert [tuple(own.shape) for own in sums] == [(50, 1), (50, 2)]
-        patch.setattr(statistics, "KEPT", 7)
+        patch.setattr(statistics, "CACHED", 7)
         drawn_again = Resamples(7, 50)
         for _ in range(2):
             assert torch.equal(torch.cat([counts.double() for counts in drawn_again.counts()]), whole)

@@ -192,7 +192,7 @@ def test_an_overlay_over_the_kept_photograph() -> None:
     batch = images(vit)
     att = pl.explain(vit, batch, "genatt")
     assert np.array_equal(att.overlay(index=-1), att.overlay(batch[2], 2)), "the same photograph"
-    with pytest.raises(pl.PatchlightError, match="no photograph was kept for image 0; give it as `image`"):
+    with pytest.raises(pl.PatchlightError, match="there is no photograph of image 0; give it as `image`"):
         attribution(torch.rand(1, 2, 2)).overlay()
     with pytest.raises(pl.PatchlightError, match="there is no image 3; this attribution has 3"):
         att.overlay(index=3)

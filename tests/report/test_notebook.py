@@ -204,7 +204,7 @@ def test_a_figure_of_kept_photographs(tmp_path: Path) -> None:
     drawn = maps.figure(tmp_path / "f.png")
     assert len([a for a in drawn.axes if a.get_position().height * drawn.get_figheight() > 1]) == 2 * MOST
     assert Image.open(tmp_path / "f.png").size[0] > 200
-    with pytest.raises(pl.PatchlightError, match="no photographs were kept with these maps; give the images"):
+    with pytest.raises(pl.PatchlightError, match="these maps have no photographs; give the images"):
         Attributions(a=replace(maps["genatt"], photos=())).figure()
 
 

@@ -49,7 +49,7 @@ def test_diffmask_needs_gates_of_the_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(pl.PatchlightError, match="needs a trained explainer"):
         draw(name, other, images, progress=False)
     with pytest.raises(pl.PatchlightError, match="DiffMask cannot explain another: the explainer was trained for"):
-        draw(name, other, images, explainer=pocket.HERE / "pocket-diffmask", progress=False)
+        draw(name, other, images, explainer=pocket.ZOO / "pocket-diffmask", progress=False)
 
 
 @pytest.mark.parametrize(("name", "direction"), [("diffmask-5", "negative"), ("diffmask-6", "positive")])

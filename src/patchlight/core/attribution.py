@@ -6,6 +6,7 @@ import math
 import operator
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
@@ -36,19 +37,17 @@ if TYPE_CHECKING:
 
 
 @cache
-def _installed() -> tuple[tuple[str, str], ...]:
-    found_versions = {"python": platform.python_version(), "patchlight": __version__}
+def _library_versions() -> dict[str, str]:
+    installed = {}
     for package in ("torch", "timm", "transformers", "torchvision"):
-        try:
-            found_versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(found_versions.items())
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of Patchlight and the libraries that its numbers depend on."""
-    return dict(_installed())
+    """The versions of Python, Patchlight and the installed libraries that its numbers depend on."""
+    return {"python": platform.python_version(), "patchlight": __version__, **_library_versions()}
 
 
 class _NoSuchImage(PatchlightError, IndexError):
@@ -57,7 +56,7 @@ class _NoSuchImage(PatchlightError, IndexError):
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """Maps of one method: a raw, signed score for each image region, with what the maps were made from.
+    """Maps of one method: a raw, signed score for each image region, and how they were made.
 
     `pl.explain` returns one. Upsampling, masking and colouring are separate steps.
 
@@ -79,20 +78,20 @@ class Attribution:
         precision: "full", "tf32", "bf16" or "fp16"; two joined by "+" if float16 overflowed for some images;
             empty if unknown.
         versions: Versions of Python and of the libraries.
-        preprocess: How images were prepared, which says where the map lies on an image.
+        preprocess: How images were prepared, which determines where the map lies on an image.
         extent: The pixels (rows, columns) that the scores cover, from the top left, if not the whole image.
         weights: A hash of the model's weights; empty if unknown.
         images: A hash of each preprocessed image; empty if unknown.
         error: The standard error of each score, for sampling methods; NaN where unknown.
-        samples: How many masks, coalitions or noises were sampled for each image; empty for other methods.
+        samples: The number of masks, coalitions or noises sampled for each image; empty for other methods.
         facts: Further numbers of the method, by name, one per image: "masks" of ViT-CX after clustering.
-        ignores_class: Whether the method gives every class the same map; False in files that do not say.
+        ignores_class: Whether the method gives every class the same map; False if a file does not have it.
         axes: The name of each axis of a map: ("row", "column") for images.
-        geometry: Which part of the input each score covers; None for images.
+        geometry: The part of the input that each score covers; None for images.
         photos: Small pictures of the first images (at most 16) as uint8 [3,h,w], for display; not saved.
         question: The head, if it is a question about the model's output (`pl.heads.Box`, …); not saved.
-        words: Of an answer in words (`pl.heads.Answer`): each word with its probability, its gain over the language
-            without the image and its tokens, for each image; not saved.
+        words: For `pl.heads.Answer`, the words of each image's answer, with probability, tokens and gain over the
+            answer without the image; not saved.
 
     Example:
         >>> att = pl.explain(vit, "cat.jpg", target="cat")                                      # doctest: +SKIP
@@ -201,16 +200,16 @@ class Attribution:
         rows = [self.target_names[i * count : (i + 1) * count] for i in range(len(self))]
         if any(name not in row for row in rows):
             names = ", ".join(dict.fromkeys(self.target_names))
-            raise PatchlightError(f"there is no map for '{name}'; there are maps for {names}")
+            raise PatchlightError(f"there is no map for '{name}'; the maps are for {names}")
         if not self.several:
             return self
         places = torch.arange(len(self)), torch.tensor([row.index(name) for row in rows])
         return self._select(places, labels=(name,) * len(self))
 
     def _select(self, maps: Any, **changes: Any) -> Attribution:
-        """The maps at these indices of `scores`, with their classes and errors, and other changes of fields."""
+        """The maps at these indices of `scores`, with their classes and errors; `changes` are other fields."""
         tensors = {key: getattr(self, key) for key in ("scores", "target", "against", "error")}
-        return replace(self, **{key: own[maps] for key, own in tensors.items() if own is not None}, **changes)
+        return replace(self, **{key: rows[maps] for key, rows in tensors.items() if rows is not None}, **changes)
 
     def _place(self, index: int) -> int:
         """The position of an image, counted from the end if negative."""
@@ -329,8 +328,8 @@ class Attribution:
         """One map as heat over its photograph, as a PIL image. For several classes, the first is shown.
 
         Args:
-            image: The photograph: a PIL image, a path or a preprocessed [C,H,W] tensor. It is cropped as the model
-                saw it. By default the small copy that `explain` kept of the first 16 images.
+            image: The photograph: a PIL image, a path or a preprocessed [C,H,W] tensor. It is cropped as for the
+                model. By default the small copy that `explain` keeps of the first 16 images.
             index: Which image of the batch.
             options: See `patchlight.core.drawing.overlay`.
 
@@ -340,10 +339,12 @@ class Attribution:
         from patchlight.core.drawing import overlay
 
         if not self.pictures:
-            raise PatchlightError(f"an overlay is a picture, and this map has {' and '.join(self.axes)}; use figure()")
+            raise PatchlightError(
+                f"only maps of images have overlays; this map has {' and '.join(self.axes)}: use figure()"
+            )
         place = self._place(index)
         if image is None and place >= len(self.photos):
-            raise PatchlightError(f"no photograph was kept for image {index}; give it as `image`")
+            raise PatchlightError(f"there is no photograph of image {index}; give it as `image`")
         if isinstance(image, Tensor) and (self.preprocess is None or image.ndim != 3):
             raise PatchlightError("give `image` as a picture, or as one preprocessed [C,H,W] tensor of this model")
         scores = self.scores[place]
@@ -398,10 +399,10 @@ class Attribution:
         return ax
 
     def figure(self, path: str | Path | None = None) -> ShownFigure:
-        """A figure of the maps over the photographs that were kept: see `Attributions.figure`.
+        """Draw the maps over the stored photographs: see `Attributions.figure`.
 
-        A video is a contact sheet of frames above the sums per time step, a volume three slices through the highest
-        cell, and a sound heat over time and frequency.
+        Videos are drawn as a contact sheet of frames and the sum of each time step, volumes as three slices through
+        the highest cell, and sounds as heat over time and frequency.
 
         Args:
             path: A file to write the figure to as well; its suffix is the format.
@@ -409,7 +410,7 @@ class Attribution:
         return Attributions({self.method: self}).figure(path)
 
     def show(self) -> None:
-        """Show the maps: in a notebook below the cell, else in the image viewer.
+        """Show the maps below the cell of a notebook, or else in the image viewer.
 
         Without a screen, a PNG file is written to the temporary folder and its path is printed.
 
@@ -449,7 +450,7 @@ class Attribution:
 
         Args:
             folder: A folder that does not exist yet.
-            force: Replace an attribution that is in the folder.
+            force: Replace the attribution in the folder.
 
         Returns:
             The folder.
@@ -477,7 +478,7 @@ class Attribution:
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.grid))
-        first = self[:4].captions  # only the first: there may be many
+        first = self[:4].captions  # only of the first images, because there may be many
         names = ", ".join(dict.fromkeys(first[:3])) + ("…" if len(first) > 3 else "")
         images = plural(len(self), "image")
         return f"<Attribution by {self.method} of {self.model} for {names}: {images}, {grid} {self.level}s>"
@@ -489,7 +490,7 @@ class Attribution:
 
 
 class Attributions(dict[str, Attribution]):
-    """Maps of several methods for the same images: a dict by method, which a notebook shows as a table.
+    """Maps of several methods for the same images: a dict by method, shown as a table in notebooks.
 
     `pl.explain` with a list of methods returns one.
 
@@ -503,7 +504,7 @@ class Attributions(dict[str, Attribution]):
         return stack_frames(att.to_frame().assign(method=label) for label, att in self.items())
 
     def figure(self, path: str | Path | None = None) -> ShownFigure:
-        """A figure of the maps over the small photographs that were kept of the first images.
+        """Draw the maps over the stored small photographs of the first images.
 
         `pl.figure` takes the images themselves.
 
@@ -525,7 +526,7 @@ class Attributions(dict[str, Attribution]):
 
         Args:
             folder: A folder that does not exist yet.
-            force: Replace all attributions that are in the folder; other files stay.
+            force: Replace all attributions in the folder; other files stay.
 
         Returns:
             The folder.

@@ -29,7 +29,7 @@ _METADATA, _SCORES = "attribution.json", "scores.safetensors"
 _TYPES = {"scores": ("F32", "F64"), "error": ("F32", "F64"), "target": ("I64", "I32"), "against": ("I64", "I32")}
 """The tensors of an attribution, and the types that they may have in a file."""
 _BEYOND_IMAGES = ("axes", "geometry")
-"""Fields of format 2, which is written for maps of videos, volumes and sounds; format 1 is for those of images."""
+"""Fields of format 2, which is written for maps of videos, volumes and sounds; maps of images have format 1."""
 _LONGEST_HEADER = 2**16
 """Bytes; the header of these four tensors is far shorter."""
 
@@ -71,8 +71,8 @@ def write_attributions(maps: Mapping[str, Attribution], folder: Path, force: boo
     for label, att in maps.items():
         name = quote(label, safe=" +=,()")  # reversible, and without slashes
         earlier.discard(write_attribution(att, folder / (f"%2E{name[1:]}" if name.startswith(".") else name), force))
-    for other in earlier:
-        _remove_attribution(other)
+    for unused in earlier:
+        _remove_attribution(unused)
     return folder
 
 
@@ -102,8 +102,8 @@ def attribution_bytes(att: Attribution, scores: str = _SCORES) -> dict[str, byte
 
     _check_finite(att)
     tensors = {name: getattr(att, name) for name in _TYPES if getattr(att, name) is not None}
-    left_out = (*_TYPES, *_IN_MEMORY, *(_BEYOND_IMAGES if att.pictures else ()))
-    metadata = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in left_out}
+    excluded = (*_TYPES, *_IN_MEMORY, *(_BEYOND_IMAGES if att.pictures else ()))
+    metadata = {f.name: getattr(att, f.name) for f in fields(att) if f.name not in excluded}
     for name in {"preprocess", "geometry"} & set(metadata):
         metadata[name] = None if metadata[name] is None else asdict(metadata[name])
     text = json.dumps({"format": 1 if att.pictures else 2, "tensors": scores, **metadata}, indent=1, default=repr)
@@ -184,7 +184,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, axes: int) -> dict[str, Any]:
-    """The tensors of maps with this many axes; the file is read only if its header declares what an attribution has."""
+    """The tensors of maps with this many axes; the header is checked before the file is read."""
     from safetensors.torch import load
 
     _check_fits_memory(path)

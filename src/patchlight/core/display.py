@@ -1,4 +1,4 @@
-"""Shows results: in a notebook, in the image viewer, as a file if there is no screen, or as a text table."""
+"""Shows results in a notebook, in the image viewer, as a file if there is no screen, or as a text table."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that steer a terminal: control characters and those that change the direction of text."""
+"""Control characters and characters that change the direction of text, both unsafe in a terminal."""
 
 
 class PatchlightError(ValueError):
@@ -35,7 +35,7 @@ class Unsupported(PatchlightError):
 
 
 class NoDetection(PatchlightError):
-    """A detection whose number is not below the number of detections of an image."""
+    """A detection number that an image does not have."""
 
 
 class NoClassifier(PatchlightError):
@@ -51,15 +51,15 @@ class AssumedPreprocess(UserWarning):
 
 
 class NotFinite(PatchlightError):
-    """A map with NaN or infinity in it."""
+    """A map that contains NaN or infinity."""
 
 
 class DegenerateMap(UserWarning):
-    """A map without information, with the reason and what to use instead."""
+    """A map without information; the message has the reason and what to use instead."""
 
 
 class ChangedModel(UserWarning):
-    """A model whose register neurons were moved predicts something else."""
+    """Moving register neurons changed a prediction of the model."""
 
 
 class NotCaptured(UserWarning):
@@ -67,7 +67,7 @@ class NotCaptured(UserWarning):
 
 
 class UndefinedMetric(UserWarning):
-    """A metric without a meaningful value for an image, with the reason."""
+    """A metric has no meaningful value for an image; the message has the reason."""
 
 
 class LongRun(UserWarning):
@@ -75,11 +75,11 @@ class LongRun(UserWarning):
 
 
 class TrainingWarning(UserWarning):
-    """Training fails in a known way, with what to change."""
+    """Training fails in a known way; the message says what to change."""
 
 
 class LogSkipped(UserWarning):
-    """Part of a training was not logged, with the reason and what to change."""
+    """Part of a training was not logged; the message has the reason and what to change."""
 
 
 class Cancelled(BaseException):
@@ -115,7 +115,7 @@ def warn(words: str, category: type[Warning]) -> None:
         outer = outer.f_back
     line = line.f_back or line
     while str(line.f_globals.get("__name__", "")).startswith("torch.") and line.f_back is not None:
-        line = line.f_back  # a decorator of torch's around `explain` or `evaluate`
+        line = line.f_back  # a decorator of torch around `explain` or `evaluate`
     module = str(line.f_globals.get("__name__", "<unknown>"))
     registry = line.f_globals.setdefault("__warningregistry__", {})
     place = line.f_code.co_filename, line.f_lineno, module, registry
@@ -123,7 +123,7 @@ def warn(words: str, category: type[Warning]) -> None:
 
 
 def escape_surrogates(name: str) -> str:
-    r"""A file name as text that can be written anywhere: bytes that are not UTF-8 are spelled out.
+    r"""A file name as valid text: bytes that are not UTF-8 are escaped.
 
     >>> escape_surrogates("b\udcff.png")
     'b\\xff.png'
@@ -134,11 +134,11 @@ def escape_surrogates(name: str) -> str:
     except UnicodeEncodeError:
         with contextlib.suppress(UnicodeEncodeError):
             return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        return name.encode("utf-8", "backslashreplace").decode()  # JSON has surrogates that stand for no byte
+        return name.encode("utf-8", "backslashreplace").decode()  # JSON can contain surrogates that encode no byte
 
 
 def escape(text: str, keep: str = "") -> str:
-    r"""Text with control and bidirectional characters spelled out, except those in `keep`.
+    r"""Text with control and bidirectional characters escaped, except those in `keep`.
 
     >>> escape("a\x1b[2J.png")
     'a\\x1b[2J.png'
@@ -149,17 +149,17 @@ def escape(text: str, keep: str = "") -> str:
     )
 
 
-def nearest(word: str, choices: Iterable[str], n: int = 3) -> str:
-    """The last part of an error message: the valid names that are closest to a wrong one.
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A hint for an error message: the valid names that are closest to a wrong one.
 
     >>> nearest("genat", ["genatt", "rollout"])
     "did you mean 'genatt'?"
     """
     names = sorted(set(choices))
     folded = {name.casefold(): name for name in reversed(names)}
-    close = [folded[c] for c in difflib.get_close_matches(word.casefold(), folded, n=n, cutoff=0.5)]
+    close = [folded[c] for c in difflib.get_close_matches(word.casefold(), folded, cutoff=0.5)]
     if close:
-        return f"did you mean {_listed(close)}?"
+        return f"did you mean {_join_names(close)}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     return f"known names: {shown}" if names else "no names are known"
 
@@ -194,7 +194,7 @@ def integer(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
 
 
 def check_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]:
-    """Make a function refuse unknown keywords and name the nearest one; `advice` is shown when no name is close."""
+    """Make a function refuse unknown keywords; `advice` follows the hint of a similar name, or replaces it."""
     names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
 
     @wraps(function)
@@ -210,7 +210,7 @@ def check_keywords(function: Callable[P, R], advice: str = "") -> Callable[P, R]
     return checked
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     quoted = [f"'{name}'" for name in names]
     return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " or " + quoted[-1]
 
@@ -218,7 +218,7 @@ def _listed(names: list[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty.
 
-    For pydantic's `ValidationError` this is the first problem with the key that has it.
+    For a `ValidationError` of pydantic, this is the key and message of the first problem.
     """
     from pydantic_core import ValidationError  # imported here: this module is loaded by every command
 

@@ -1,4 +1,4 @@
-"""Write files completely or not at all; an error says in one sentence why a file cannot be written."""
+"""Writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from patchlight.core.errors import PatchlightError
 
 FORMULA = r"^[=+\-@\t\r]"
-"""The beginnings of text that spreadsheets interpret as a formula."""
+"""Text that begins with one of these characters is a formula in spreadsheets."""
 
 
 def cache_folder() -> Path:
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 
 
 def write_atomic(path: str | Path, data: bytes, durable: bool = False) -> Path:
-    """Write a file under a temporary name, then rename it, so that no reader ever sees half of it.
+    """Write a file under a temporary name, then rename it, so that it is never incomplete.
 
     Args:
         path: The file; missing folders are created.
@@ -76,7 +76,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Iterable[Any]], end: str = "\n") -> str:
-    """Rows as CSV with lines that `end` like this; None and NaN become empty, and text is escaped by `csv_cell`."""
+    """Rows as CSV, with `end` after each line; None and NaN become empty, and text is escaped by `csv_cell`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator=end)
     writer.writerow(head)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
 
 ROW = 2**14
-"""Words that are summed together."""
+"""Number of words in one sum."""
 SAMPLED = 16
-"""Tensors whose first numbers are part of a stamp."""
+"""Number of tensors whose first values are part of a stamp."""
 Stamp = tuple[list[tuple[int, int]], bytes]
 _HASHES: WeakKeyDictionary[nn.Module, tuple[Stamp, str]] = WeakKeyDictionary()
 
@@ -29,15 +29,15 @@ def json_digest(value: Any) -> str:
 
 def fingerprint(model: nn.Module) -> str:
     """The hash of all names, shapes and bits of a model's state; computed again only when `stamp` has changed."""
-    now = stamp(model)
-    before = _HASHES.get(model)
-    if before is not None and before[0] == now:
-        return before[1]
+    current = stamp(model)
+    cached = _HASHES.get(model)
+    if cached is not None and cached[0] == current:
+        return cached[1]
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     shapes = repr([(name, str(value.dtype), tuple(value.shape)) for name, value in state.items()])
     sums = [_sums(value.detach().reshape(1, -1)).flatten().cpu() for value in state.values()]
     digest = _digest(shapes.encode(), torch.cat(sums) if sums else torch.empty(0, dtype=torch.int32))
-    _HASHES[model] = now, digest
+    _HASHES[model] = current, digest
     return digest
 
 
@@ -59,8 +59,8 @@ def hash_tensor(values: Tensor) -> str:
 def stamp(model: nn.Module) -> Stamp:
     """A cheap stamp that changes with the weights: the address and version of each tensor, and some of their numbers.
 
-    Changes that torch does not count (through `.data` or a NumPy view) are noticed if they reach the beginning of one
-    of about 16 tensors, as a moving average of all weights or another head does.
+    A change that torch does not count (through `.data` or a NumPy view) is noticed if it affects the first values of
+    one of about 16 tensors, as with a moving average of all weights.
     """
     tables = (table for m in modules_of(model) for table in (m._parameters, m._buffers))
     tensors = [t for table in tables for t in table.values() if t is not None]

@@ -27,7 +27,7 @@ GIVE_IMAGES = "give paths, PIL images, numpy arrays or a tensor"
 MAX_PIXELS = 100_000_000
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""The only decoders that read files, whatever their names; others are unsafe: that of EPS runs a program."""
+"""The only decoders that read files, whatever their names; others are unsafe: the EPS decoder runs a program."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _RESAMPLING = {method.name.lower(): method for method in Image.Resampling}
 
@@ -191,13 +191,10 @@ def array_picture(pixels: NDArray[Any], subject: str = "an image array", layout:
         layout: "[H,W,C]" or "[C,H,W]".
     """
     shape = list(pixels.shape)
-    pixels = (
-        pixels[..., None]
-        if pixels.ndim == 2
-        else pixels.transpose(1, 2, 0)
-        if pixels.ndim == 3 and layout == "[C,H,W]"
-        else pixels
-    )
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    elif pixels.ndim == 3 and layout == "[C,H,W]":
+        pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4) or 0 in shape:
         raise PatchlightError(f"{subject} has shape {shape}; give {layout} or [H,W], C being 1, 3 or 4")
     pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
@@ -213,7 +210,7 @@ def array_picture(pixels: NDArray[Any], subject: str = "an image array", layout:
 
 def open_mask(path: Path) -> Image.Image:
     """Open a picture whose pixels are class numbers, as it is stored: not rotated, not converted."""
-    return _open(path, _as_stored)
+    return _open(path, _copy)
 
 
 def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Image.Image:
@@ -224,7 +221,7 @@ def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Ima
     if not path.is_file():
         raise PatchlightError(f"'{path}' is not a file")
     try:
-        with _quietly(), Image.open(path, formats=FORMATS) as image:
+        with _silence_warnings(), Image.open(path, formats=FORMATS) as image:
             return convert(image, f"'{path}'")
     except PatchlightError:
         raise
@@ -241,8 +238,8 @@ def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Ima
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings of decoders; only in the main thread, as filters belong to the whole process."""
+def _silence_warnings() -> Iterator[None]:
+    """Silence the warnings of decoders, in the main thread only: warning filters are shared by all threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -260,9 +257,9 @@ def list_images(folder: Path) -> list[Path]:
     return files
 
 
-def _within_aspect(width: int, height: int, limit: int = 20) -> tuple[int, int, int, int]:
-    """The centre of a very long image; the crop lies inside it, and resizing all of it could exhaust memory."""
-    w, h = min(width, limit * height), min(height, limit * width)
+def _within_aspect(width: int, height: int) -> tuple[int, int, int, int]:
+    """The central part of a very long image, at most 20 times as long as wide: resizing it all could exhaust memory."""
+    w, h = min(width, 20 * height), min(height, 20 * width)
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 
@@ -273,7 +270,7 @@ def _check_size(image: Image.Image, what: str) -> None:
         raise PatchlightError(f"{what} is too large: {image.width} x {image.height}; at most {limit} million pixels")
 
 
-def _as_stored(image: Image.Image, what: str) -> Image.Image:
+def _copy(image: Image.Image, what: str) -> Image.Image:
     _check_size(image, what)
     return image.copy()
 
@@ -306,7 +303,7 @@ def _as_grey(image: Image.Image, what: str) -> Image.Image:
 
 
 Note = Callable[[Image.Image | None], None]
-"""Called with every image as it is read: the picture, or None for a tensor."""
+"""Called with each image that is read: the picture, or None for a tensor."""
 
 
 def to_batch(images: Any, preprocess: Preprocess, channels: int = 3, note: Note | None = None) -> torch.Tensor:
@@ -322,9 +319,9 @@ def to_batch(images: Any, preprocess: Preprocess, channels: int = 3, note: Note 
     from patchlight.core.inputs import ArrayPreprocess
 
     if isinstance(preprocess, ArrayPreprocess):
-        return _noted(preprocess.batch(images), note)
+        return _note_tensors(preprocess.batch(images), note)
     if isinstance(images, torch.Tensor):
-        return _noted(_check_tensor(images, preprocess.size, channels), note)
+        return _note_tensors(_check_tensor(images, preprocess.size, channels), note)
     images = image_list(images)
     if not isinstance(images, Sequence):
         kind = "None" if images is None else f"a {type(images).__name__}"
@@ -335,7 +332,7 @@ def to_batch(images: Any, preprocess: Preprocess, channels: int = 3, note: Note 
         shapes = list(dict.fromkeys(str(list(i.shape)) for i in images))
         if len(shapes) > 1:
             raise PatchlightError(f"images have the shapes {' and '.join(shapes[:3])}; give tensors of one shape")
-        return _noted(_check_tensor(torch.stack(list(images)), preprocess.size, channels), note)
+        return _note_tensors(_check_tensor(torch.stack(list(images)), preprocess.size, channels), note)
     wrong = next((i for i in images if not isinstance(i, PICTURES)), None)
     if wrong is not None:
         raise PatchlightError(f"an image was given as {type(wrong).__name__}; {GIVE_IMAGES}")
@@ -354,13 +351,13 @@ def to_batch(images: Any, preprocess: Preprocess, channels: int = 3, note: Note 
 
 
 def image_list(images: Any) -> Any:
-    """One picture as a list of one, an array [N,H,W,C] as a list of arrays; anything else as it is."""
+    """One picture or an array [N,H,W,C] as a list; other values unchanged."""
     if isinstance(images, np.ndarray) and images.ndim == 4:
         return list(images)
     return [images] if isinstance(images, PICTURES) else images
 
 
-def _noted(batch: torch.Tensor, note: Note | None) -> torch.Tensor:
+def _note_tensors(batch: torch.Tensor, note: Note | None) -> torch.Tensor:
     if note is not None:
         for _ in batch:
             note(None)
@@ -375,27 +372,26 @@ def in_batches(
     note: Note | None = None,
     labels: list[Any] | None = None,
 ) -> tuple[int | None, Iterator[torch.Tensor]]:
-    """The number of images (None if it is not known in advance), and an iterator over batches [b,C,H,W] of them.
+    """The number of images (None for a stream), and an iterator over batches [b,C,H,W] of them.
 
     Args:
-        images: What `to_batch` takes; or a generator, DataLoader or Dataset of it, which is streamed. Its items may
-            be tuples such as (images, labels).
+        images: As in `to_batch`, or a stream: a generator, DataLoader or Dataset, whose items may be tuples such as
+            (images, labels).
         size: Images per batch.
         preprocess: As in `to_batch`.
         channels: As in `to_batch`.
         note: As in `to_batch`.
-        labels: A list to which the labels of a stream are added as they are read.
+        labels: A list to which the labels of a stream are appended.
     """
-    listed = getattr(preprocess, "listed", image_list)
-    images = listed(images)
+    images = getattr(preprocess, "input_list", image_list)(images)
     if isinstance(images, Sequence) and images:
         parts = (images[begin : begin + size] for begin in range(0, len(images), size))
         _check_stream(labels, False)
         return len(images), (to_batch(part, preprocess, channels, note) for part in parts)
-    at_once = isinstance(images, torch.Tensor | Sequence | Mapping | Set)
-    if not at_once and hasattr(images, "__iter__"):
+    in_memory = isinstance(images, torch.Tensor | Sequence | Mapping | Set)
+    if not in_memory and hasattr(images, "__iter__"):
         items = iter(images)
-    elif not at_once and hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+    elif not in_memory and hasattr(images, "__getitem__") and hasattr(images, "__len__"):
         items = (images[i] for i in range(len(images)))
     else:
         _check_stream(labels, False)
@@ -411,7 +407,7 @@ def in_batches(
             labels.extend(_labels(parts, len(batch)))
         return batch
 
-    return None, _regrouped(map(read, items), size)
+    return None, _rebatch(map(read, items), size)
 
 
 def _parts(item: Any, dims: int) -> Sequence[Any]:
@@ -419,8 +415,8 @@ def _parts(item: Any, dims: int) -> Sequence[Any]:
 
     A batch has `dims` dimensions.
     """
-    collated = isinstance(item, list) and bool(item) and isinstance(item[0], torch.Tensor) and item[0].ndim == dims
-    return item if collated or (isinstance(item, tuple) and item) else (item,)
+    is_batch = isinstance(item, list) and bool(item) and isinstance(item[0], torch.Tensor) and item[0].ndim == dims
+    return item if is_batch or (isinstance(item, tuple) and item) else (item,)
 
 
 def _labels(parts: Sequence[Any], count: int) -> list[Any]:
@@ -433,15 +429,15 @@ def _labels(parts: Sequence[Any], count: int) -> list[Any]:
     return labels
 
 
-def _check_stream(labels: Any, beside: bool) -> None:
-    if labels is not None and not beside:
+def _check_stream(labels: Any, has_labels: bool) -> None:
+    if labels is not None and not has_labels:
         raise PatchlightError(
             "labels=True needs a loader of (images, labels), but these images have no labels; give a list of labels"
         )
 
 
-def _regrouped(batches: Iterator[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
-    """The same images in the same order, `size` at a time."""
+def _rebatch(batches: Iterator[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+    """Split batches into batches of `size` images, in the same order."""
     rest: list[torch.Tensor] = []
     for batch in batches:
         rest.append(batch)

@@ -24,7 +24,7 @@ VOLUMES = (".nii", ".nii.gz")
 
 @dataclass(frozen=True)
 class ArrayPreprocess(Preprocess):
-    """How inputs that are not images are prepared: frames like images, everything else as it is given.
+    """How inputs that are not images are prepared: frames like images, other inputs unchanged.
 
     Args:
         shape: The shape of one input, without the batch.
@@ -41,40 +41,40 @@ class ArrayPreprocess(Preprocess):
     @staticmethod
     def of(preprocess: Preprocess, shape: tuple[int, ...], layout: Layout, geometry: Geometry) -> ArrayPreprocess:
         """The preprocessing of inputs whose frames are prepared like these images."""
-        own: dict[str, Any] = {key.name: getattr(preprocess, key.name) for key in fields(Preprocess)}
-        return ArrayPreprocess(**own, shape=shape, axes=layout.axes, geometry=geometry, inputs=layout.inputs)
+        options: dict[str, Any] = {key.name: getattr(preprocess, key.name) for key in fields(Preprocess)}
+        return ArrayPreprocess(**options, shape=shape, axes=layout.axes, geometry=geometry, inputs=layout.inputs)
 
-    def listed(self, inputs: Any) -> Any:
-        """One input as a list of one; a tensor or array of several, and anything else, as it is."""
-        one = isinstance(inputs, str | Path) or (
+    def input_list(self, inputs: Any) -> Any:
+        """One input as a list; other values unchanged."""
+        single = isinstance(inputs, str | Path) or (
             isinstance(inputs, Tensor | np.ndarray) and inputs.ndim in (0, self._dims(inputs))
         )
-        return [inputs] if one else inputs
+        return [inputs] if single else inputs
 
     def batch(self, inputs: Any) -> Tensor:
         """Inputs as one float tensor [B,*shape]: tensors, arrays, `.npy` files, folders of frames, videos, volumes."""
-        inputs = self.listed(inputs)
+        inputs = self.input_list(inputs)
         if isinstance(inputs, Tensor) or not hasattr(inputs, "__iter__"):
-            return self._checked(inputs)
+            return self._check(inputs)
         items = list(inputs)
         if not items:
             raise PatchlightError(f"no {self.inputs} were given; {self._give}")
-        read = [self._checked(self._read(item)) for item in items]
+        read = [self._check(self._read(item)) for item in items]
         several = next((tensor for tensor in read if len(tensor) > 1), None)
         if several is not None:
             raise PatchlightError(f"one of the {self.inputs} has the shape {list(several.shape)}; {self._give}")
         return torch.cat(read)
 
     def views(self, batch: Tensor) -> Tensor:
-        """What inputs [B,*shape] show, for display: uint8 [B,1 or 3,*size]; without colours, from lowest to highest."""
+        """Inputs [B,*shape] for display, as uint8 [B,1 or 3,*size]; grey values are scaled from lowest to highest."""
         planes = self.geometry.channels_first(batch.detach().float().cpu())
-        each = [1] * len(self.axes)
+        ones = [1] * len(self.axes)
         if planes.shape[1] == 3 == len(self.mean) and "time" in self.axes:
-            mean, std = (torch.tensor(v).view(1, -1, *each) for v in (self.mean, self.std))
+            mean, std = (torch.tensor(v).view(1, -1, *ones) for v in (self.mean, self.std))
             colours = planes * std + mean
         else:
             planes = planes.mean(1, keepdim=True)
-            low, high = (ends.view(-1, 1, *each) for ends in (planes.flatten(1).amin(1), planes.flatten(1).amax(1)))
+            low, high = (ends.view(-1, 1, *ones) for ends in (planes.flatten(1).amin(1), planes.flatten(1).amax(1)))
             colours = (planes - low) / (high - low).clamp_min(1e-12)
         return (colours.clamp(0, 1) * 255).round().byte()
 
@@ -92,8 +92,7 @@ class ArrayPreprocess(Preprocess):
         """The dimensions of one input: pictures of bytes have their channels at the end."""
         return 4 if self._frames and isinstance(array, np.ndarray) and array.dtype == np.uint8 else len(self.shape)
 
-    def _checked(self, array: Any) -> Tensor:
-        batch: Tensor = array
+    def _check(self, batch: Any) -> Tensor:
         if not isinstance(batch, Tensor):
             raise PatchlightError(f"{self.inputs} were given as {type(batch).__name__}; {self._give}")
         batch = batch[None] if batch.ndim == len(self.shape) else batch
@@ -102,7 +101,8 @@ class ArrayPreprocess(Preprocess):
             raise PatchlightError(f"{self.inputs} have the shape {list(batch.shape)}; this model takes [B,{taken}]")
         if not batch.is_floating_point() or not bool(batch.isfinite().all()):
             raise PatchlightError(f"{self.inputs} are of type {batch.dtype} or not finite; give finite floats")
-        return batch
+        checked: Tensor = batch
+        return checked
 
     def _read(self, item: Any) -> Tensor:
         if isinstance(item, Tensor):
@@ -121,7 +121,7 @@ class ArrayPreprocess(Preprocess):
             if name.endswith(".npy"):
                 return self._array(np.load(path, allow_pickle=False))
             if path.suffix.lower() in VIDEOS and self._frames:
-                return self._clip(_decoded(path, self._frames), f"'{path}'")
+                return self._clip(_decode(path, self._frames), f"'{path}'")
             if name.endswith(VOLUMES):
                 return self._array(_volume(path))
         except PatchlightError:
@@ -153,8 +153,8 @@ class ArrayPreprocess(Preprocess):
         return self.geometry.as_input(clip)[0]
 
 
-def _decoded(path: Path, count: int) -> Iterator[Image.Image]:
-    """Frames at equal distances, each in the middle of its part of the video; all of a video that is too short."""
+def _decode(path: Path, count: int) -> Iterator[Image.Image]:
+    """`count` frames at equal distances, each in the middle of its part; all frames of a shorter video."""
     try:
         import av
     except ImportError:

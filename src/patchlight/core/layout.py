@@ -1,4 +1,4 @@
-"""How tokens stand in the sequence of a model (`Layout`), and which part of the input each cell covers (`Geometry`)."""
+"""The order of tokens in the sequence of a model (`Layout`), and the part of the input of each cell (`Geometry`)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from patchlight.core.errors import PatchlightError, Unsupported
 IMAGE_AXES = ("row", "column")
 """The axes of an image."""
 SETS = {"frame": "time", "tube": "time", "band": "frequency", "slice": "depth", "merge": "merge"}
-"""Named sets of cells, by the axis they need: all cells of one time, frequency or depth; a tube is all times of one
-place; "merge" needs no axis: a square of patches that a model makes one visual token of."""
+"""Named sets of cells, by the axis that they need: all cells of one time, frequency or depth; a tube has all times of
+one place; "merge", which needs no axis, has the square of patches that a model merges into one visual token."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How tokens stand in a sequence: prefix tokens, the cells of a grid, suffix tokens.
+    """The order of tokens in a sequence: prefix tokens, the cells of a grid, suffix tokens.
 
     Args:
         grid: Cells along each axis: (rows, columns) of an image, (frames, rows, columns) of a video.
         prefix: Tokens before the cells: CLS, DIST, registers.
         suffix: Tokens after the cells, such as detection tokens.
         axes: The name of each axis of the grid: "row", "column", "time", "depth", "frequency".
-        order: The place of cell i, counted in C order, among the grid tokens; None: the cells stand in C order.
+        order: The position of cell i, counted in C order, among the grid tokens; None: the cells are in C order.
         merge: Patches along each side of the square that becomes one visual token of a language model.
 
     Example:
@@ -95,7 +95,7 @@ class Layout:
         return torch.cat([prefix, cells, suffix], 1)
 
     def sets(self, unit: str) -> Tensor:
-        """The set [cells] that each cell belongs to, from 0: itself, or a named set of `SETS`."""
+        """The number [cells] of the set of each cell: sets of one cell, or a named kind of `SETS`."""
         if unit not in SETS:
             return torch.arange(self.cells)
         if unit == "merge":
@@ -103,7 +103,7 @@ class Layout:
             return (rows[:, None] * (self.grid[-1] // self.merge) + columns).flatten()
         axis = SETS[unit]
         if axis not in self.axes:
-            works = [name for name, own in SETS.items() if own in self.axes]
+            works = [name for name, needed in SETS.items() if needed in self.axes]
             raise Unsupported(
                 f"unit='{unit}' needs an axis of {axis}, and this grid has {' and '.join(self.axes)}; "
                 f"use unit={' or '.join(map(repr, [*works, 'patch']))}"
@@ -122,15 +122,16 @@ class Layout:
 
     @property
     def inputs(self) -> str:
-        """What a model of this layout takes, in one word: "images", "videos", "volumes" or "sounds"."""
+        """The inputs of a model with this layout: "images", "videos", "volumes", "sounds" or "arrays"."""
+        if self.axes == IMAGE_AXES:
+            return "images"
         kinds = {"frequency": "sounds", "time": "videos", "depth": "volumes"}
-        found = next((word for axis, word in kinds.items() if axis in self.axes), "arrays")
-        return "images" if self.axes == IMAGE_AXES else found
+        return next((kind for axis, kind in kinds.items() if axis in self.axes), "arrays")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which part of the input each cell of a grid covers: cell i of an axis covers begin + i step to that plus cell.
+    """The part of the input that each cell of a grid covers: from begin + i step, `cell` long, for cell i of an axis.
 
     Args:
         size: Length of the input along each axis of the grid.
@@ -138,9 +139,9 @@ class Geometry:
         cell: Length of a cell.
         begin: Where the first cell begins.
         unit: The unit of each axis: "px", "frame", "s", "Hz", "mm".
-        dims: The dimension of one input (without the batch) that each axis is; None: the last ones, in order.
+        dims: The dimension of each axis in one input (without the batch); None: the last ones, in order.
 
-    Cells that do not lie side by side overlap: the value of a place is then the mean of its cells (`overlapping`).
+    Where cells overlap, the value of a place is the mean of its cells (`overlapping`).
 
     Example:
         >>> Geometry.even((14, 14), (230, 230), (224, 224)).extent((14, 14))
@@ -169,7 +170,7 @@ class Geometry:
         unit: Sequence[str] | None = None,
         dims: Sequence[int] | None = None,
     ) -> Geometry:
-        """Cells side by side that share `extent` (None: `size`) evenly."""
+        """Cells side by side that divide `extent` (None: `size`) evenly."""
         step = tuple(side / cells for side, cells in zip(extent or size, grid, strict=True))
         names = ("px",) * len(step) if unit is None else tuple(unit)
         return Geometry(tuple(size), step, step, (0.0,) * len(step), names, None if dims is None else tuple(dims))
@@ -185,9 +186,9 @@ class Geometry:
         return any(step < cell for step, cell in zip(self.step, self.cell, strict=True))
 
     def overlapping(self, scores: Tensor, size: Sequence[int]) -> Tensor:
-        """Scores of cells [...,*grid] at another size [...,*size]: each place has the mean of the cells that cover it.
+        """Scores of cells [...,*grid] at another size [...,*size]: each place has the mean of its cells.
 
-        A place that no cell covers has the value of the nearest one that is covered.
+        A place without a cell has the value of the nearest place with one.
         """
         for axis in range(-len(size), 0):
             at = (torch.arange(size[axis], dtype=torch.float64) + 0.5) * self.size[axis] / size[axis]
@@ -208,7 +209,7 @@ class Geometry:
         return images.permute(0, *channel, *dims) if channel else images.permute(0, *dims)[:, None]
 
     def as_input(self, images: Tensor, channel: bool = True) -> Tensor:
-        """The inverse of `channels_first`; `channel`: whether inputs have a dimension of channels."""
+        """The inverse of `channels_first`; `channel` is False if inputs have no dimension of channels."""
         if self.dims is None:
             return images
         if not channel:

@@ -1,4 +1,4 @@
-"""Removes this machine's folders from text, for reports and exports that other people read."""
+"""Removes folders from text, for reports and exports that are shared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def remove_folders(text: str, folders: Iterable[str] = ()) -> str:
 
     Args:
         text: Any text.
-        folders: Paths that are known to occur, longest first; they may contain spaces.
+        folders: Paths that may occur in the text, longest first; unlike others, they may contain spaces.
 
     >>> remove_folders("cannot read '/home/jane/my photos/cat.jpg' or /tmp/dog.jpg")
     "cannot read 'cat.jpg' or dog.jpg"

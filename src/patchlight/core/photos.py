@@ -19,7 +19,7 @@ MOST, SIDE = 16, 224
 
 @dataclass
 class Photos:
-    """Collects what the model sees of the first images; for small inputs, a sharper view of the same crop."""
+    """Collects pictures of the model's view of the first images; for small inputs, a sharper one of the same crop."""
 
     preprocess: Preprocess
     most: int = MOST
@@ -28,7 +28,7 @@ class Photos:
     photos: list[Tensor] = field(default_factory=list)
 
     def add(self, picture: Image.Image | None) -> None:
-        """Note the next image that is read: a picture, or None for a tensor."""
+        """Add the next image that is read: a picture, or None for a tensor."""
         height, width = self.preprocess.size
         scale = SIDE / max(height, width)
         if picture is not None and scale > 1 and self.read < self.most:
@@ -37,9 +37,9 @@ class Photos:
         self.read += 1
 
     def see(self, batch: Tensor) -> None:
-        """Keep small pictures of the next batch [b,C,H,W] as uint8 [3,h,w] on the CPU; none unless C is 1 or 3.
+        """Store small pictures of the next batch [b,C,H,W] as uint8 [3,h,w] on the CPU; none unless C is 1 or 3.
 
-        Other inputs are kept as [1 or 3,*size].
+        Inputs that are not images are stored as [1 or 3,*size].
         """
         begin = len(self.photos)
         if isinstance(self.preprocess, ArrayPreprocess):
@@ -53,7 +53,7 @@ class Photos:
             size = [round(side * scale) for side in seen.shape[-2:]]
             seen = to_pixels(seen, size, averaged=True)
         small = (seen * 255).round().byte().cpu()
-        self.photos.extend(self.sharp.get(begin + i, one) for i, one in enumerate(small))
+        self.photos.extend(self.sharp.get(begin + i, photo) for i, photo in enumerate(small))
 
 
 def as_picture(photo: Tensor, side: int) -> Image.Image:

@@ -12,7 +12,7 @@ from types import ModuleType
 from patchlight.core.errors import PatchlightError, warn
 
 GROUP = "patchlight.plugins"
-"""The group of entry points of installed plugins; their modules are loaded with the bundled ones."""
+"""The group of entry points of installed plugins."""
 _LOCK = threading.RLock()
 _INSTALLED: list[str] = []
 _FILES: set[Path] = set()
@@ -47,15 +47,15 @@ def load_plugin(path: str | Path) -> None:
 
 
 def loaded_files() -> list[str]:
-    """The files that were loaded, so that other processes can load them too."""
+    """The loaded files, which other processes load too."""
     return sorted(map(str, _FILES))
 
 
 def load_installed() -> list[str]:
-    """Load the plugins of installed packages once, and return their names; a broken one is skipped with a warning."""
+    """Load the plugins of installed packages once and return their names; broken plugins are skipped with a warning."""
     with _LOCK:
         if not _INSTALLED:
-            _INSTALLED.append("")  # so that a plugin which looks up methods does not start this again
+            _INSTALLED.append("")  # a plugin that looks up methods must not start this again
             for point in entry_points(group=GROUP):
                 try:
                     point.load()

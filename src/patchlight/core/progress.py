@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 Progress = Callable[[int, int | None], None]
-"""Called with how much is done and the total; None if the total is not known."""
+"""Called with the number of finished items and the total, which is None if it is not known."""
 Update = Callable[[float, int | None], None]
-"""The same with fractions of an image."""
+"""As `Progress`, but the number may be a fraction."""
 PATIENCE = 2.0
 """Seconds before a bar is shown."""
 _SHOWN = threading.Lock()
-"""Locked while there is a bar, so that nested or parallel work does not show another one."""
+"""Locked while a bar is shown, so that nested or parallel work does not show another one."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Watcher:
         self.report(self.done, self.total)
 
     def check(self) -> None:
-        """Raise `Cancelled` if the work is to stop."""
+        """Raise `Cancelled` if the work must stop."""
         if self.cancelled():
             raise Cancelled(f"stopped after {self.done} of {self.total} forward passes")
 
@@ -94,10 +94,10 @@ def bar(words: str) -> Iterator[Bar]:
 
 @contextlib.contextmanager
 def show_progress(progress: Progress | bool | None, words: str) -> Iterator[Update]:
-    """A function to call with the images done and their number as work proceeds.
+    """Yields a function to call with the images done and their number.
 
     Args:
-        progress: True for a progress bar that appears after two seconds, a function that is called with whole images,
+        progress: True for a progress bar that appears after two seconds, a function that is called after each image,
             or False or None for neither.
         words: The text of the bar.
     """
@@ -105,7 +105,7 @@ def show_progress(progress: Progress | bool | None, words: str) -> Iterator[Upda
         with _late_bar(words) as update:
             yield update
     elif progress is None or progress is False:
-        yield _silent
+        yield lambda done, total: None
     elif callable(progress):
         yield lambda done, total: progress(done, total) if isinstance(done, int) else None
     else:
@@ -113,25 +113,21 @@ def show_progress(progress: Progress | bool | None, words: str) -> Iterator[Upda
         raise PatchlightError(f"progress {progress!r} is a {kind}; give True, False or a function of (done, total)")
 
 
-def _silent(done: float, total: int | None) -> None:
-    """Show nothing."""
-
-
 @contextlib.contextmanager
 def exclusive_bar() -> Iterator[bool]:
-    """Yields whether there is no other bar, and prevents others until the end."""
-    mine = _SHOWN.acquire(blocking=False)
+    """Prevent other bars in a block; yields False if there is one already."""
+    acquired = _SHOWN.acquire(blocking=False)
     try:
-        yield mine
+        yield acquired
     finally:
-        if mine:
+        if acquired:
             _SHOWN.release()
 
 
 @contextlib.contextmanager
 def _late_bar(words: str) -> Iterator[Update]:
     """A bar that appears after PATIENCE, unless the work is done by then or there is another bar."""
-    with exclusive_bar() as mine:
+    with exclusive_bar() as allowed:
         lock = threading.Lock()
         now: tuple[float, int | None] = 0, None
         shown: Any = None
@@ -158,7 +154,7 @@ def _late_bar(words: str) -> Iterator[Update]:
 
         timer = threading.Timer(PATIENCE, start)
         timer.daemon = True
-        if mine and sys.stderr is not None:
+        if allowed and sys.stderr is not None:
             timer.start()
         try:
             yield update

@@ -1,6 +1,6 @@
-"""Recipes: TOML files that are checked against a schema; an error names the line.
+"""Recipes: TOML files that are checked against a schema; errors name the line.
 
-The bundled ones are in `recipes/`, by the command that takes them: `bench/`, `diffmask/` and `shapley/`.
+Bundled recipes are in `recipes/`, in a folder for each command: `bench/`, `diffmask/` and `shapley/`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Keys = tuple[str, ...]
 KINDS = ("bench", "diffmask", "shapley")
 """The commands that take recipes."""
 DEEPEST = 16
-"""The largest depth of nested tables and lists; recipes have five."""
+"""The maximum depth of nested tables and lists; recipes need five."""
 Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
-    """A part of a recipe without unknown keys."""
+    """A part of a recipe that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class OpenSpec(BaseModel):
-    """A part of a recipe whose further keys are settings."""
+    """A part of a recipe whose other keys are settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -54,11 +54,11 @@ class OpenSpec(BaseModel):
             raise PatchlightError(f"setting {key}={first['input']!r} is not valid: {first['msg']}") from error
 
     def __reduce__(self) -> Any:
-        return type(self).model_validate, (self.model_dump(),)  # without cached values, which another process computes
+        return type(self).model_validate, (self.model_dump(),)  # without cached values
 
 
 def short_for(key: str) -> Any:
-    """A validator that reads a plain string as the value of this key."""
+    """A validator that accepts a plain string as the value of a key."""
     return model_validator(mode="before")(lambda value: {key: value} if isinstance(value, str) else value)
 
 
@@ -69,7 +69,7 @@ def bundled_recipes(kind: str = "bench") -> dict[str, Traversable]:
 
 
 def find_recipe(recipe: str | Path, kind: str = "bench") -> Traversable:
-    """The file of a recipe: a bundled one by name, or a path, which ends with .toml or contains a slash."""
+    """The file of a recipe: the name of a bundled one, or a path that ends with .toml or contains a slash."""
     bundled = bundled_recipes(kind)
     is_path = isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe or os.sep in recipe
     if not is_path and str(recipe) in bundled:
@@ -94,28 +94,28 @@ def read_text(recipe: str | Path, kind: str = "bench") -> str:
 
 
 def parse_as(kind: type[R], text: str, where: str) -> R:
-    """Parse TOML as a recipe of this kind; `where` is the name of the recipe in errors."""
+    """Parse TOML as a recipe of a kind; errors call the recipe `where`."""
     try:
         content = tomllib.loads(text)
         if _depth(content) > DEEPEST:
             raise RecursionError
     except ValueError as error:  # not TOML, or a number with thousands of digits
         line = re.search(r"at line (\d+)", str(error))
-        at = int(line.group(1)) if line else text.count("\n") + 1
-        raise PatchlightError(f"{where}, line {at}: not TOML: {str(error).split(' (at')[0]}") from error
+        number = line[1] if line else text.count("\n") + 1
+        raise PatchlightError(f"{where}, line {number}: not TOML: {str(error).split(' (at')[0]}") from error
     except RecursionError as error:
-        raise PatchlightError(f"{where} is nested too deeply; a recipe has at most {DEEPEST} levels") from error
+        raise PatchlightError(f"{where} is nested too deeply; use at most {DEEPEST} levels") from error
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        # A misspelt section is more helpful than the missing one that results from it.
+        # report a misspelt section rather than the missing one that results from it
         first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         keys = tuple(str(key) for key in first["loc"])
-        raise at_line(text, where, keys, _in_words(kind, first, keys)) from error
+        raise at_line(text, where, keys, _describe_error(kind, first, keys)) from error
 
 
 def at_line(text: str, where: str, keys: Keys, sentence: object) -> PatchlightError:
-    """An error about a value, with the line of its key or of the nearest table around it."""
+    """An error about a value, with the line of its key or of the table that contains it."""
     lines = key_lines(text)
     line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), 1)
     return PatchlightError(f"{where}, line {line}: {sentence}")
@@ -127,17 +127,17 @@ def _depth(value: Any) -> int:
     return 1 + max((_depth(each) for each in values if isinstance(each, dict | list)), default=0)
 
 
-def _in_words(kind: type[BaseModel], error: Any, keys: Keys) -> str:
+def _describe_error(kind: type[BaseModel], error: Any, keys: Keys) -> str:
     name = ".".join(keys)
     if error["type"] == "missing":
         return f"'{name}' is missing"
     if error["type"] == "extra_forbidden":
-        return f"there is no key '{name}'; {nearest(keys[-1], _beside(kind, keys))}"
+        return f"there is no key '{name}'; {nearest(keys[-1], _sibling_keys(kind, keys))}"
     return f"'{name}': {error['msg']}, not {error['input']!r}"
 
 
-def _beside(kind: type[BaseModel], keys: Keys) -> Iterable[str]:
-    """The keys that are valid in the place of the last one."""
+def _sibling_keys(kind: type[BaseModel], keys: Keys) -> Iterable[str]:
+    """The valid keys at the position of the last key."""
     for key in keys[:-1]:
         field = kind.model_fields.get(key)
         parts = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -151,12 +151,12 @@ _WORD = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
 
 
 def key_lines(text: str) -> dict[Keys, int]:
-    """The line (from 1) of every table and key of a TOML text, without keys inside inline tables."""
+    """The line, from 1, of every table and key of a TOML text, except keys in inline tables."""
     lines: dict[Keys, int] = {}
     table: Keys = ()
-    inside = ""
+    quotes_open = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if not inside:
+        if not quotes_open:
             key, header = _KEY.match(line), _HEADER.match(line)
             if key:
                 lines.setdefault((*table, *_words(key.group(1))), number)
@@ -164,8 +164,8 @@ def key_lines(text: str) -> dict[Keys, int]:
                 table = _words(header.group(1))
                 lines.setdefault(table, number)
         for quotes in ('"""', "'''"):
-            if line.count(quotes) % 2 and inside in ("", quotes):
-                inside = "" if inside else quotes
+            if line.count(quotes) % 2 and quotes_open in ("", quotes):
+                quotes_open = "" if quotes_open else quotes
     return lines
 
 

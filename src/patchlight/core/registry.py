@@ -50,7 +50,7 @@ P = ParamSpec("P")
 
 
 class Registry(Mapping[str, N], Generic[N]):
-    """Entries of one kind (`noun`) by name; the modules `rooms` register the bundled ones when first used."""
+    """Entries of one kind (`noun`) by name; the modules `rooms`, imported on first use, register the bundled ones."""
 
     def __init__(self, noun: str, rooms: Sequence[str] = ()) -> None:
         self.noun = noun
@@ -59,7 +59,7 @@ class Registry(Mapping[str, N], Generic[N]):
         self._aliases: dict[str, str] = {}
 
     def add(self, entry: N) -> N:
-        """Register an entry. Names that are taken are refused, unless the same function is defined again."""
+        """Register an entry; a name in use is refused, unless the same function is defined again."""
         old = self._entries.get(entry.name)
         replaced = () if old is None or not _redefines(entry, old) else (old.name, *old.aliases)
         for key in (entry.name, *entry.aliases):
@@ -79,19 +79,19 @@ class Registry(Mapping[str, N], Generic[N]):
         del self._entries[entry.name]
 
     def find(self, name: str) -> N:
-        """The entry with this name or alias; an error with the closest names if there is none."""
+        """The entry with a name or alias; an error with the closest names if there is none."""
         entry = self.lookup(name)
         if entry is None:
             raise PatchlightError(f"no {self.noun} is called '{name}'; {nearest(name, [*self, *self._aliases])}")
         return entry
 
     def lookup(self, name: str) -> N | None:
-        """The entry with this name or alias, or None."""
+        """The entry with a name or alias, or None."""
         self._load()
         return self._entries.get(self._aliases.get(name, name))
 
     def _load(self) -> None:
-        for room in self._rooms:  # cheap once they are imported; waits for an import in another thread
+        for room in self._rooms:  # cheap after the first time; waits for an import in another thread
             importlib.import_module(room)
         load_installed()
 
@@ -126,7 +126,7 @@ T = TypeVar("T", bound=TableRow)
 
 
 class TableList(list[T]):
-    """A list that notebooks show as a table."""
+    """A list that is shown as a table in notebooks."""
 
     def _repr_html_(self) -> str:
         from patchlight.core.drawing import table_html
@@ -149,14 +149,14 @@ class Setting:
         return TypeAdapter(self.kind)
 
     def checked(self, value: Any, owner: str) -> Any:
-        """Validate a value of this setting; `owner` is the name of the function in errors."""
+        """Validate a value; errors name the function `owner`."""
         try:
             return self._adapter.validate_python(value)
         except ValidationError as error:
             problems = error.errors()
             reason = problems[0]["msg"] if len(problems) == 1 else f"give {describe_type(self.kind)}"
-            given = shorten(repr(value), 200)  # a tensor takes many lines
-            raise PatchlightError(f"setting {self.name}={given} of '{owner}' is not valid: {reason}") from error
+            text = shorten(repr(value), 200)  # a tensor takes many lines
+            raise PatchlightError(f"setting {self.name}={text} of '{owner}' is not valid: {reason}") from error
 
     def __str__(self) -> str:
         return f"{describe_type(self.kind)} = {self.default!r}"
@@ -176,25 +176,25 @@ def settings_of(function: Callable[..., Any]) -> Mapping[str, Setting]:
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function check its arguments, except the first and a target, against their types.
 
-    Arrays and tensors may stand for numbers and lists.
+    Arrays and tensors are accepted as numbers and lists.
     """
     signature = inspect.signature(function)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         for name, setting in settings_of(function).items():
-            if name in given.arguments and setting.kind not in (Any, Target):
-                value = given.arguments[name]
+            if name in bound.arguments and setting.kind not in (Any, Target):
+                value = bound.arguments[name]
                 plain = value.tolist() if hasattr(value, "tolist") else value
-                given.arguments[name] = setting.checked(plain, function.__qualname__.partition(".")[0])
-        return function(*given.args, **given.kwargs)
+                bound.arguments[name] = setting.checked(plain, function.__qualname__.partition(".")[0])
+        return function(*bound.args, **bound.kwargs)
 
     return checked
 
 
 def _description(kind: Any) -> str:
-    """The description in a type or in a part of it, as in `Annotated[float, Field(description=…)]`."""
+    """The description in a type or one of its parts, as in `Annotated[float, Field(description=…)]`."""
     descriptions = (getattr(field_info, "description", None) for field_info in getattr(kind, "__metadata__", ()))
     return next(filter(None, descriptions), None) or next(filter(None, map(_description, get_args(kind))), "")
 
@@ -279,14 +279,14 @@ def make_decorator(
 
 
 def resolve_settings(
-    owner: str, settings: Mapping[str, Setting], start: Settings, given: Settings, also: Sequence[str] = ()
+    owner: str, settings: Mapping[str, Setting], start: Settings, changes: Settings, also: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The checked values of all settings: defaults, `start` over them, then what was `given`.
+    """The checked values of all settings: defaults, overridden by `start`, then by `changes`.
 
-    `owner` is named in errors, and `also` are further valid keywords for their hints.
+    Errors name `owner`; their hints also suggest the keywords `also`.
     """
     values = {key: setting.default for key, setting in settings.items()} | dict(start)
-    for key, value in given.items():
+    for key, value in changes.items():
         if key not in settings:
             raise PatchlightError(f"'{owner}' has no setting '{key}'; {_near_setting(key, settings, also)}")
         values[key] = settings[key].checked(value, owner)
@@ -294,7 +294,7 @@ def resolve_settings(
 
 
 def _near_setting(key: str, settings: Mapping[str, Setting], also: Sequence[str]) -> str:
-    """The closest settings; if none is close, all of them in their own order."""
+    """The closest settings, or all of them if none is close."""
     hint = nearest(key, [*settings, *also])
     return hint if hint.startswith("did") or not settings else f"its settings: {', '.join(settings)}"
 
@@ -310,7 +310,7 @@ def resolve_all(
     noun: str,
     resolve: Callable[[str, Settings], R],
 ) -> list[R]:
-    """Resolve a selection of methods or metrics (`noun`) with common settings; requests stay as they are."""
+    """Resolve a selection of methods or metrics (`noun`) with common settings; requests are returned unchanged."""
     if isinstance(selection, list | tuple) and selection and all(isinstance(each, kind) for each in selection):
         return list(selection)
     advice = f"give a name, a list of names, or a dict of names and settings, {{label: {{'{noun}': name, …}}}}"

@@ -1,8 +1,8 @@
 """Conversion between the cells of a patch grid and the pixels of an image, of a video or of a volume.
 
 A grid covers an `extent` of pixels from the top left corner of the image: the image itself, fewer pixels if patches do
-not fit, or more if the image is padded. The number of axes is that of the size or grid that is asked for, up to three.
-An axis whose length does not change is left alone, so that a grid (1,h,w) gives what (h,w) does.
+not fit, or more if the image is padded. The new size has one to three axes. An axis whose length does not change is not
+resized, so a grid (1,h,w) is treated like (h,w).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def to_pixels(
 ) -> Tensor:
     """Interpolate values of cells [...,h,w] to pixels [...,H,W]; pixels outside the grid get the nearest value.
 
-    With `averaged`, cells that are smaller than pixels are averaged instead of sampled. Three axes that all change are
-    interpolated trilinearly or by nearest neighbour.
+    With `averaged`, cells smaller than pixels are averaged instead of sampled. If three axes change, interpolation is
+    trilinear or nearest-neighbour.
     """
     if tuple(values.shape[-len(size) :]) == tuple(size):
         return values
     if len(size) != 2:
         extent = tuple(size if extent is None else extent)
-        return _changing(
+        return _resize_changing(
             values,
             size,
             extent,
-            lambda some, size, extent: to_pixels(some, size, extent, upsampling, align_corners, averaged),
-            lambda some, size, extent: _to_voxels(some, size, extent, upsampling, align_corners),
+            lambda plane, size, extent: to_pixels(plane, size, extent, upsampling, align_corners, averaged),
+            lambda volume, size, extent: _to_voxels(volume, size, extent, upsampling, align_corners),
         )
     flat = values.reshape(-1, 1, *values.shape[-2:])
     extent = tuple(size if extent is None else extent)
@@ -57,18 +57,20 @@ def to_pixels(
 Change = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
-def _changing(values: Tensor, size: Sequence[int], extent: Sequence[int], plane: Change, volume: Change) -> Tensor:
+def _resize_changing(
+    values: Tensor, size: Sequence[int], extent: Sequence[int], plane: Change, volume: Change
+) -> Tensor:
     """Apply `plane` to the one or two of the last axes whose length changes, or `volume` to all three."""
     lead, count = values.ndim - len(size), len(size)
     changes = [values.shape[lead + i] != size[i] or extent[i] != size[i] for i in range(count)]
-    some = [i for i in range(count) if changes[i]]
-    if len(some) == 3:
+    axes = [i for i in range(count) if changes[i]]
+    if len(axes) == 3:
         return volume(values, size, extent)
-    if len(some) > 3:
+    if len(axes) > 3:
         raise PatchlightError(f"a grid of {count} axes is not supported; at most three can be resized")
-    order = [*range(lead), *(lead + i for i in range(count) if not changes[i]), *(lead + i for i in some)]
-    moved, sides, reach = values.permute(order), [size[i] for i in some], [extent[i] for i in some]
-    if len(some) == 1:
+    order = [*range(lead), *(lead + i for i in range(count) if not changes[i]), *(lead + i for i in axes)]
+    moved, sides, reach = values.permute(order), [size[i] for i in axes], [extent[i] for i in axes]
+    if len(axes) == 1:
         changed = plane(moved[..., None], (*sides, 1), (*reach, 1))[..., 0]
     else:
         changed = plane(moved, sides, reach)
@@ -80,9 +82,7 @@ def _to_voxels(
 ) -> Tensor:
     if upsampling == "bicubic":
         raise PatchlightError("upsampling='bicubic' works on pictures; use 'bilinear' or 'nearest' here")
-    smooth: dict[str, Any] = {}
-    if upsampling != "nearest":
-        smooth = {"mode": "trilinear", "align_corners": align_corners}
+    smooth: Any = {} if upsampling == "nearest" else {"mode": "trilinear", "align_corners": align_corners}
     out = F.interpolate(values.reshape(-1, 1, *values.shape[-3:]), tuple(extent), **smooth)
     return fitted(out, size).reshape(*values.shape[:-3], *size)
 
@@ -103,20 +103,20 @@ def axis_matrix(cells: int, pixels: int) -> Tensor:
 
 
 def fitted(pixels: Tensor, size: Sequence[int]) -> Tensor:
-    """Crop pixels [n,c,h,w] at the bottom and right, or repeat the last row and column, to get another size."""
-    pixels = _cropped(pixels, size)
+    """Crop pixels [n,c,h,w] at the bottom and right, or repeat the last row and column, to fit a size."""
+    pixels = _crop(pixels, size)
     missing = _missing(pixels, size)
     return F.pad(pixels, missing, mode="replicate") if any(missing) else pixels
 
 
-def _cropped(pixels: Tensor, size: Sequence[int]) -> Tensor:
+def _crop(pixels: Tensor, size: Sequence[int]) -> Tensor:
     for axis, side in enumerate(size, -len(size)):
         pixels = pixels.narrow(axis, 0, min(side, pixels.shape[axis]))
     return pixels
 
 
 def _missing(pixels: Tensor, size: Sequence[int]) -> list[int]:
-    """How much each of the last axes has to be padded at its end, as `F.pad` takes it."""
+    """The padding at the end of each of the last axes, in the order of `F.pad`."""
     sides = zip(reversed(size), reversed(pixels.shape), strict=False)
     return [part for side, length in sides for part in (0, side - length)]
 
@@ -127,14 +127,14 @@ def to_cells(pixels: Tensor, grid: Sequence[int], extent: Sequence[int] | None =
     if tuple(pixels.shape[-count:]) == tuple(grid):
         return pixels
     extent = tuple(pixels.shape[-count:] if extent is None else extent)
-    return _pooled(pixels, grid, extent) if count == 2 else _changing(pixels, grid, extent, _pooled, _pooled)
+    return _pool(pixels, grid, extent) if count == 2 else _resize_changing(pixels, grid, extent, _pool, _pool)
 
 
-def _pooled(pixels: Tensor, grid: Sequence[int], extent: Sequence[int]) -> Tensor:
+def _pool(pixels: Tensor, grid: Sequence[int], extent: Sequence[int]) -> Tensor:
     count, cells = len(grid), tuple(grid)
     pool: Callable[[Tensor, Any], Tensor] = F.adaptive_avg_pool2d if count == 2 else F.adaptive_avg_pool3d
     flat = pixels.reshape(-1, 1, *pixels.shape[-count:])
-    inside = _cropped(flat, extent)
+    inside = _crop(flat, extent)
     missing = _missing(inside, extent)
     means = pool(F.pad(inside, missing), cells)
     if any(missing):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Mark = Literal["best", "tied", ""]
-"""How a method compares with the best one."""
+"""Whether a method is the best one or does not differ significantly from it."""
 SIGNS: dict[Mark, str] = {"best": "*", "tied": "†", "": ""}
 FEWEST = 6
 """The smallest number of images for an interval or a difference at 95 %.
@@ -18,35 +18,35 @@ FEWEST = 6
 With five, even if all agree, the p-value is 2 / 2^5 = 6 %.
 """
 AT_ONCE = 2**22
-"""Weights in memory at a time."""
-KEPT = 2**28
-"""Bytes of counts that are kept; more are sampled again whenever they are needed."""
+"""Maximum number of weights in memory at a time."""
+CACHED = 2**28
+"""Maximum bytes of counts that are cached; more are sampled again each time."""
 
 
 class Summed(Protocol):
-    """A quantity of a data set that is a function of sums over its images."""
+    """A quantity of a data set: a function of sums over its images."""
 
     @property
     def exist(self) -> Tensor:
         """Which images have a value [B]."""
 
     def summed(self, images: Tensor | None = None) -> Tensor:
-        """The columns to sum [n,k], of all images or of those with these indices; 0 where there is no value."""
+        """The columns to sum [n,k] of the images at these indices (default: all); 0 for an image without a value."""
 
     def number(self, sums: Tensor) -> Tensor:
         """The quantity [S] computed from sums [S,k]."""
 
 
 class Resamples:
-    """Bootstrap resamples: how often each of B images is sampled with replacement, S times.
+    """S bootstrap resamples of B images: how often each image is sampled, with replacement.
 
-    Counts are sampled when they are first needed and kept as bytes if they fit into memory (no image is ever sampled
+    Counts are sampled when they are first needed and cached as bytes if they fit into memory (no image is ever sampled
     256 times). Sums are cached.
     """
 
     def __init__(self, images: int, samples: int = 1000, seed: int = 0) -> None:
         self.images, self.samples, self.seed = images, samples, seed
-        self._kept: Tensor | None = None
+        self._counts: Tensor | None = None
         self._sums: dict[int, tuple[Summed, Tensor]] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
 
@@ -65,10 +65,10 @@ class Resamples:
 
     def sums(self, columns: Iterable[Tensor]) -> Iterator[Tensor]:
         """For each tensor of columns [B,k], the sums [S,k] in float64 over the images of every resample."""
-        for some in _within(columns, AT_ONCE):
-            joined = some[0] if len(some) == 1 else torch.cat(some, 1)
-            widths = [own.shape[1] for own in some]
-            some.clear()  # frees memory: the parts may be large
+        for parts in _within(columns, AT_ONCE):
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            widths = [part.shape[1] for part in parts]
+            parts.clear()  # frees memory: the parts may be large
             sums = torch.empty(self.samples, joined.shape[1], dtype=torch.float64)
             begin = 0
             for counts in self.counts():
@@ -79,7 +79,7 @@ class Resamples:
             yield from sums.split(widths, 1)
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
-        """A buffer for counts as weights; it is reused, as allocating it again and again fragments memory."""
+        """A buffer for counts as weights, which is reused because repeated allocation fragments memory."""
         if dtype not in self._buffers:
             self._buffers[dtype] = torch.empty(self._at_once, self.images, dtype=dtype)
         return self._buffers[dtype]
@@ -89,7 +89,7 @@ class Resamples:
         return max(1, min(AT_ONCE // max(self.images, 1), self.samples))
 
     def _sums_of_rows(self, pairs: Sequence[tuple[Summed, Tensor]]) -> list[Tensor]:
-        """For each quantity and a few images, given by index, the sums [S,k] over these images."""
+        """For each quantity and the indices of a few images, the sums [S,k] over these images."""
         columns = [quantity.summed(rows).double() for quantity, rows in pairs]
         parts: list[list[Tensor]] = [[] for _ in pairs]
         for counts in self.counts() if pairs else ():
@@ -98,35 +98,35 @@ class Resamples:
         return [torch.cat(sums) for sums in parts]
 
     def counts(self) -> Iterator[Tensor]:
-        """How often each image is sampled [s,B] uint8, for some resamples at a time; valid until the next one."""
-        if self._kept is not None:
-            yield from self._kept.split(self._at_once)
+        """How often each image is sampled, in chunks [s,B] uint8 of resamples; each is valid until the next one."""
+        if self._counts is not None:
+            yield from self._counts.split(self._at_once)
             return
-        keep = self.images * self.samples <= KEPT
-        buffer = torch.zeros(self.samples if keep else self._at_once, self.images, dtype=torch.uint8)
+        cached = self.images * self.samples <= CACHED
+        buffer = torch.zeros(self.samples if cached else self._at_once, self.images, dtype=torch.uint8)
         sampled = torch.empty(self._at_once, self.images, dtype=torch.int64)
-        one = torch.ones((), dtype=torch.uint8)
+        unit = torch.ones((), dtype=torch.uint8)
         generator = torch.Generator().manual_seed(self.seed)
         for begin in range(0, self.samples, self._at_once):
             size = min(self._at_once, self.samples - begin)
-            counts = buffer[begin : begin + size] if keep else buffer[:size].zero_()
+            counts = buffer[begin : begin + size] if cached else buffer[:size].zero_()
             if self.images:
                 torch.randint(self.images, (size, self.images), generator=generator, out=sampled[:size])
-                counts.scatter_add_(1, sampled[:size], one.expand_as(counts))
+                counts.scatter_add_(1, sampled[:size], unit.expand_as(counts))
             yield counts
-        self._kept = buffer if keep else None
+        self._counts = buffer if cached else None
 
 
 def _within(columns: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
     """The tensors in lists with at most `limit` numbers each, or one tensor."""
-    some: list[Tensor] = []
-    for own in columns:
-        if some and sum(map(Tensor.numel, some)) + own.numel() > limit:
-            yield some
-            some = []
-        some.append(own)
-    if some:
-        yield some
+    parts: list[Tensor] = []
+    for column in columns:
+        if parts and sum(map(Tensor.numel, parts)) + column.numel() > limit:
+            yield parts
+            parts = []
+        parts.append(column)
+    if parts:
+        yield parts
 
 
 def bootstrap_weights(images: int, samples: int = 1000, seed: int = 0) -> Tensor:

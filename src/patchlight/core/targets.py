@@ -1,4 +1,4 @@
-"""What is explained: the class (or pair of classes) of each image, and the score computed from the logits."""
+"""The explained class (or pair of classes) of each image, and its score, which is computed from the logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outputs:
 
     @property
     def independent(self) -> bool:
-        """Whether each class has a probability of its own."""
+        """Whether the probability of each class is independent of the others."""
         return self.kind in ("sigmoid", "binary")
 
     def outcomes(self, classes: int) -> int:
@@ -75,7 +75,7 @@ class Outputs:
         return "its logits are not computed from cosines" if self.scale is None else None
 
     def no_divergence(self, classes: int) -> str | None:
-        """Why there is no distribution to compare by KL divergence; None if there is."""
+        """Why there is no distribution for the KL divergence; None if there is."""
         if self.kind == "cosine":
             return "its classes are separate similarities, not a distribution"
         if self.kind == "paired":
@@ -89,8 +89,8 @@ class Targets:
 
     Args:
         index: Class indices [B,T].
-        against: The classes [B,T] that these are contrasted with, if any.
-        several: Whether the user gave a list of classes per image, which adds an axis to the result.
+        against: The classes [B,T] that they are contrasted with, or None.
+        several: Whether each image has a list of classes, which adds an axis to the result.
     """
 
     index: Tensor
@@ -102,7 +102,7 @@ class Targets:
         return Targets(self.index[rows], None if self.against is None else self.against[rows], self.several)
 
     def part(self, begin: int, length: int, count: int | None) -> Targets:
-        """The targets of `length` images from `begin` on; if `count` is None, one row holds for all images."""
+        """The targets of `length` images from `begin`; if `count` is None, the one row is repeated."""
         return self[begin : begin + length] if count is not None else self.repeat(length)
 
     @staticmethod
@@ -133,7 +133,7 @@ def resolve_targets(target: Target, batch: int | None, classes: int, labels: Seq
     Args:
         target: An index or label name for all images; a list, array or tensor with one class per image; a list of
             lists or [B,T] with several; a tuple (a, b) for a against b; or a list of such tuples, one per image.
-        batch: The number of images; None if it is not known, then one row is returned.
+        batch: The number of images; None if it is not known, which gives one row.
         classes: The number of classes.
         labels: The names of the classes.
     """
@@ -185,13 +185,13 @@ def _plain(value: Any) -> Any:
 
 
 def read_class(word: str, classes: int, labels: Sequence[str] | None) -> int:
-    """The index of a class given as text: a name, or else a number."""
+    """The index of a class from text: its name, or else its number."""
     named = any(word.casefold() == label.casefold() for label in labels or ())
     return class_index(word if named or not word.lstrip("-").isdigit() else int(word), classes, labels)
 
 
 def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
-    """The index of a class given as an index or a name: a full label, or one of its comma-separated names."""
+    """The index of a class from an index or a name: a full label, or one of its comma-separated names."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise PatchlightError(f"target {value!r} is a {type(value).__name__}; give a class index or a label name")
     if isinstance(value, int):
@@ -209,7 +209,7 @@ def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
     if named:
         matches = "; ".join(f"{i} = {labels[i]}" for i in named[:5])
         raise PatchlightError(f"label '{value}' names {len(named)} classes ({matches}); give the index")
-    names = [name.strip() for each in parts for name in each]
+    names = [name.strip() for row in parts for name in row]
     raise PatchlightError(f"no class is called '{value}'; {nearest(value, names)}")
 
 
@@ -238,7 +238,7 @@ def probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
         return (1 + cosines(logits, outputs)) / 2
     if outputs.kind == "paired":
         return logits[..., logits.shape[-1] // 2 :]
-    return _of_both_labels(logits, outputs).sigmoid() if outputs.independent else logits.softmax(-1)
+    return _with_both_labels(logits, outputs).sigmoid() if outputs.independent else logits.softmax(-1)
 
 
 def log_probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
@@ -246,7 +246,7 @@ def log_probabilities(logits: Tensor, outputs: Outputs) -> Tensor:
     _check_probable(logits, outputs)
     if outputs.kind in ("cosine", "paired"):
         return probabilities(logits, outputs).clamp_min(0).log()
-    return F.logsigmoid(_of_both_labels(logits, outputs)) if outputs.independent else logits.log_softmax(-1)
+    return F.logsigmoid(_with_both_labels(logits, outputs)) if outputs.independent else logits.log_softmax(-1)
 
 
 def cosines(logits: Tensor, outputs: Outputs) -> Tensor:
@@ -274,8 +274,8 @@ def _check_probable(logits: Tensor, outputs: Outputs) -> None:
         raise PatchlightError(f"this head has no probabilities: {reason}; score='logit' works")
 
 
-def _of_both_labels(values: Tensor, outputs: Outputs) -> Tensor:
-    """A binary output as values of labels 0 and 1, -y and y; other outputs unchanged."""
+def _with_both_labels(values: Tensor, outputs: Outputs) -> Tensor:
+    """The values -y and y of labels 0 and 1 for a binary output y; other outputs unchanged."""
     return torch.cat([-values, values], -1) if outputs.kind == "binary" else values
 
 
@@ -301,9 +301,9 @@ def target_scores(logits: Tensor, targets: Targets, score: Score, outputs: Outpu
                 f"the score function returned shape {list(values.shape)} for logits {list(logits.shape)}; return [B] "
                 "or one value per logit"
             )
-        values = _of_both_labels(values, outputs)
+        values = _with_both_labels(values, outputs)
     elif score == "logit":
-        values = _of_both_labels(logits, outputs)
+        values = _with_both_labels(logits, outputs)
     elif score == "probability":
         values = probabilities(logits, outputs)
     elif score == "cosine":

@@ -7,22 +7,22 @@ import hashlib
 from importlib import metadata
 from pathlib import Path
 
-ZOO = Path(__file__).resolve().parent
+from patchlight.zoo import ZOO
+
 SUMS = ZOO / "sums.txt"
 """A SHA-256 and a file in each line, as `sha256sum` writes and checks them; `python -m tools.checksums` makes it."""
 
 
-def checksum_lines(folder: Path = ZOO) -> str:
+def checksum_lines() -> str:
     """The text of `sums.txt`: all data files of the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg", ".png"))
-    return "".join(f"{_sum(path).hex()}  {path.relative_to(folder).as_posix()}\n" for path in files)
+    files = sorted(path for path in ZOO.rglob("*") if path.suffix in (".safetensors", ".json", ".jpg", ".png"))
+    return "".join(f"{_sum(path).hex()}  {path.relative_to(ZOO).as_posix()}\n" for path in files)
 
 
 def expected() -> dict[Path, bytes]:
     """The SHA-256 of every known file: those of the bundled model, and of the package if pip installed it."""
     lines = (line.split("  ", 1) for line in SUMS.read_text(encoding="utf-8").splitlines())
-    known = {ZOO / name: bytes.fromhex(value) for value, name in lines}
-    return _installed() | known
+    return _installed() | {ZOO / name: bytes.fromhex(value) for value, name in lines}
 
 
 def damaged() -> list[str]:
@@ -41,12 +41,12 @@ def _installed() -> dict[Path, bytes]:
         listed = metadata.distribution("patchlight").files or ()
     except metadata.PackageNotFoundError:
         return {}
-    found = {}
+    hashes = {}
     for file in listed:
         path = Path(str(file.locate())).resolve()
         if file.hash is not None and file.hash.mode == "sha256" and path.is_relative_to(ZOO.parent):
-            found[path] = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))
-    return found
+            hashes[path] = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))
+    return hashes
 
 
 def _sum(path: Path) -> bytes:

@@ -6,22 +6,21 @@ made them.
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from patchlight.zoo import ZOO, load_weights, read_card
 
 if TYPE_CHECKING:
     from patchlight.zoo.vit import PocketViT
 
-FOLDER = Path(__file__).resolve().parent / "ground-truth"
+FOLDER = ZOO / "ground-truth"
 
 
 @cache
 def description() -> dict[str, Any]:
     """The contents of ``ground-truth.json``: architecture, preprocessing, and per task classes and measured shares."""
-    content: dict[str, Any] = json.loads((FOLDER / "ground-truth.json").read_text(encoding="utf-8"))
-    return content
+    return read_card("ground-truth/ground-truth.json")
 
 
 def tasks() -> tuple[str, ...]:
@@ -30,19 +29,9 @@ def tasks() -> tuple[str, ...]:
 
 
 def build(task: str, trained: bool = True) -> PocketViT:
-    """Build the model of a task, in float32 and evaluation mode.
-
-    Args:
-        task: The name of the task.
-        trained: Whether to load the trained weights; otherwise they are random.
-    """
-    import safetensors.torch
-
+    """Build the model of a task, in float32 and evaluation mode; without `trained`, its weights are random."""
     from patchlight.zoo.vit import PocketViT
 
-    about = description()
-    model = PocketViT(num_classes=len(about["tasks"][task]["classes"]), **about["architecture"])
-    if trained:
-        weights = safetensors.torch.load_file(FOLDER / f"{task}.safetensors")
-        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
-    return model.eval()
+    card = description()
+    model = PocketViT(num_classes=len(card["tasks"][task]["classes"]), **card["architecture"])
+    return (load_weights(model, f"ground-truth/{task}.safetensors") if trained else model).eval()

@@ -7,29 +7,20 @@ download. ``POCKET.md`` beside this file is its model card; ``tools/train_pocket
 from __future__ import annotations
 
 import hashlib
-import json
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from patchlight.zoo import ZOO, load_weights, read_card
 
 if TYPE_CHECKING:
     from patchlight.zoo.vit import PocketViT
 
-HERE = Path(__file__).resolve().parent
-DESCRIPTION = HERE / "pocket.json"
-WEIGHTS = HERE / "pocket.safetensors"
-PHOTOS = HERE / "photos"
-
-
-@cache
-def _description_text() -> str:
-    return DESCRIPTION.read_text(encoding="utf-8")
+WEIGHTS = ZOO / "pocket.safetensors"
+PHOTOS = ZOO / "photos"
 
 
 def description() -> dict[str, Any]:
-    """The contents of ``pocket.json``: architecture, preprocessing, classes, measured accuracy, checksum."""
-    content: dict[str, Any] = json.loads(_description_text())
-    return content
+    """The contents of ``pocket.json``."""
+    return read_card("pocket.json")
 
 
 def classes() -> tuple[str, ...]:
@@ -43,18 +34,9 @@ def check_file() -> bool:
 
 
 def build(trained: bool = True) -> PocketViT:
-    """Build the model, in float32 and evaluation mode.
-
-    Args:
-        trained: Whether to load the trained weights; otherwise they are random.
-    """
-    import safetensors.torch
-
+    """Build the model, in float32 and evaluation mode; without `trained`, its weights are random."""
     from patchlight.zoo.vit import PocketViT
 
     shared = ("qkv_bias", "class_token", "global_pool")  # what every PocketViT has
     model = PocketViT(**{key: value for key, value in description()["architecture"].items() if key not in shared})
-    if trained:
-        weights = safetensors.torch.load_file(WEIGHTS)
-        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
-    return model.eval()
+    return (load_weights(model, WEIGHTS.name) if trained else model).eval()

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from patchlight.core.attribution import Attribution
 
 FRAMES, ROW = 16, 8
-"""The most frames of a contact sheet, and of one of its rows."""
+"""Maximum number of frames of a contact sheet, and of one of its rows."""
 SIDE = 224
 """The longer side of a frame or slice in pixels."""
 SHOWN = 4
-"""The most inputs of a figure."""
+"""Maximum number of inputs in a figure."""
 
 
 def array_figure(att: Attribution, place: int = 0) -> ShownFigure:
@@ -47,7 +47,7 @@ def array_figure(att: Attribution, place: int = 0) -> ShownFigure:
 
 
 def arrays_figure(maps: Mapping[str, Attribution], path: str | Path | None = None) -> ShownFigure:
-    """The drawings of the first inputs, one below the other; several methods side by side."""
+    """The drawings of the first inputs below each other, and of several methods side by side."""
     if path is not None:
         figure_format(path)
     rows = min(SHOWN, *(len(att.captions) for att in maps.values()))
@@ -108,11 +108,11 @@ def _video(att: Attribution, scores: Tensor, scale: Scale, photo: Tensor | None)
 def _volume(att: Attribution, scores: Tensor, scale: Scale, photo: Tensor | None) -> ShownFigure:
     """Three orthogonal slices through the (middle) highest-scoring cell, each with the place of the other two."""
     size, cells = att.image_size, torch.tensor(att.grid)
-    highest = (scores == scores.max()).nonzero().float()  # several cells in sets that share a score
+    highest = (scores == scores.max()).nonzero().float()  # several cells if sets share a score
     best = highest[(highest - highest.mean(0)).norm(dim=1).argmin()]
     covered = torch.tensor(att.extent or size)
     centre = ((best + 0.5) * covered / cells).long().tolist()
-    fine = _of_one(att, scores).upsample()[0]
+    fine = _single_map(att, scores).upsample()[0]
     planes = [(0, (1, 2)), (1, (0, 2)), (2, (0, 1))]
     fig = _new_figure(9, 1.1 + 7.5 * max(size[:2]) / (2 * size[2] + size[1]))
     panels = fig.subplots(1, 3, width_ratios=[size[across] for _, (_, across) in planes])
@@ -129,14 +129,14 @@ def _volume(att: Attribution, scores: Tensor, scale: Scale, photo: Tensor | None
     return fig
 
 
-def _of_one(att: Attribution, scores: Tensor) -> Attribution:
+def _single_map(att: Attribution, scores: Tensor) -> Attribution:
     return replace(att, scores=scores[None], target=att.target.flatten()[:1], against=None, error=None)
 
 
 def _plane(att: Attribution, scores: Tensor, scale: Scale, photo: Tensor | None) -> ShownFigure:
     """Heat over two axes, the second to the right, the first upwards: frequency over time."""
     units = ("", "") if att.geometry is None else att.geometry.unit
-    fine = _of_one(att, scores).upsample()[0]
+    fine = _single_map(att, scores).upsample()[0]
     height, width = att.image_size
     fig = _new_figure(7.5, 3.6)
     ax = fig.subplots()

@@ -1,6 +1,6 @@
 """Charts as inline SVG for documents that open offline: lines, dots with intervals, and mean ranks.
 
-They are drawn by matplotlib without pyplot; equal data give equal bytes. Colours are CSS variables (`--m0`, …, `--ink`,
+Matplotlib draws them without pyplot; equal data give equal bytes. Colours are CSS variables (`--m0`, …, `--ink`,
 `--soft`, `--line`) with a default, so that a page can set others.
 """
 
@@ -85,7 +85,7 @@ def line_chart(
     legend: bool = False,
     words: str = "",
 ) -> str:
-    """Lines over a common axis, as inline SVG.
+    """A chart of lines, as inline SVG.
 
     Args:
         lines: The lines, later ones above earlier ones.
@@ -132,7 +132,7 @@ def dot_chart(
     width: float = 760,
     words: str = "",
 ) -> str:
-    """A row per dot, the first on top, as inline SVG.
+    """A chart with a row per dot, the first on top, as inline SVG.
 
     Args:
         dots: Values with their names, colours and intervals.
@@ -243,7 +243,7 @@ def _round_ticks(axis: Any, log: bool = False) -> None:
 
 
 def _legend(fig: Figure, marks: Iterable[Any], names: Sequence[str]) -> None:
-    """Add a legend below the chart, and make the chart taller by its lines."""
+    """Add a legend below the chart, which becomes taller by its lines."""
     width, height = fig.get_size_inches()
     columns = max(1, min(len(names), int(72 * width / (45 + 6.8 * max(map(len, names))))))
     fig.set_size_inches(width, height + (8 + 1.5 * WORDS * -(-len(names) // columns)) / 72)
@@ -279,9 +279,9 @@ def _svg(fig: Figure, words: str, titles: Iterable[str] = ()) -> str:
     text = re.sub(noise, "", text, flags=re.DOTALL)
     for title in titles:
         text = text.replace(f'<g id="{_title(title)}">', f"<g><title>{escape(_drawable(title))}</title>")
-    used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+    ids = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     stamp = hashlib.sha256(text.encode()).hexdigest()[:8]
-    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{m[1]}{stamp}"' if m[1] in used else "", text)
+    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{m[1]}{stamp}"' if m[1] in ids else "", text)
     text = re.sub(r'(href="|url\()#([^")]+)', rf"\g<1>#\g<2>{stamp}", text)
     text = re.sub(r"#[0-9a-f]{6}\b", lambda m: _VARIABLES.get(m[0], m[0]), text)
     text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)

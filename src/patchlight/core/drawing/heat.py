@@ -1,4 +1,4 @@
-"""Heat maps over an image: a robust scale, and colours over the photograph in grey."""
+"""Heat maps over an image: a robust scale, and colours over the grey photograph."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Pixels = NDArray[np.float64]
 HEAT, SIGNED = "inferno", "RdBu_r"
 ALPHA = 0.8
 FAINTEST = 0.5
-"""Opacity at the lowest score, as a fraction of `alpha`, so that bright photographs do not look like heat."""
+"""Opacity at the lowest score, as a fraction of `alpha`; it keeps bright photographs from looking like heat."""
 SATURATED = 0.88
 """The part of the diverging colour map that is used; its ends are too dark over a dark photograph."""
 GREY = {False: (0.08, 0.67), True: (0.25, 0.7)}
-"""Darkest grey of the photograph and its range: dim below inferno, light below the signed colours (True)."""
+"""Darkest grey of the photograph and its range, by whether scores are signed: darker below inferno."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Scale:
 
 
 def is_signed(scores: Tensor) -> bool:
-    """Whether scores are below zero by more than rounding."""
+    """Whether some scores are negative, beyond rounding."""
     return bool(scores.min() < -1e-3 * scores.abs().max())
 
 
 def robust_scale(scores: Tensor, signed: bool | None = None) -> Scale:
-    """From the minimum to the 99th percentile; if signed, from minus to plus the 99th percentile of |score|.
+    """The scale from the minimum to the 99th percentile; if signed, plus and minus the 99th percentile of |score|.
 
-    The percentile is rounded down to a score, so that a single outlier never sets the scale. If that leaves no range,
-    the maximum is used; a constant map has no heat.
+    The percentile is rounded down to a score, so that a single outlier never determines the scale. If the range is
+    empty, the maximum is used; a constant map has no heat.
     """
     flat = scores.detach().double().flatten()
     if not bool(torch.isfinite(flat).all()):
@@ -91,7 +91,7 @@ def display_size(size: tuple[int, ...], least: int = 224) -> tuple[int, int]:
 
 
 def seen(image: Picture, size: tuple[int, ...], preprocess: Preprocess | None = None, least: int = 224) -> Image.Image:
-    """The part of an image that the model saw, at a size that a person can read.
+    """The part of an image in the model's input, at a readable size.
 
     Without `preprocess`, this is the largest central part with the shape of the model's input.
     """
@@ -103,20 +103,20 @@ def seen(image: Picture, size: tuple[int, ...], preprocess: Preprocess | None = 
 
 
 def outlined(picture: Image.Image, regions: Sequence[Tensor]) -> Image.Image:
-    """A picture with the outline of regions [H,W] (1 inside, 0 outside): white between two black lines."""
+    """Draw the outlines of regions [H,W] (1 inside, 0 outside) on a picture: white between two black lines."""
     if not regions:
         return picture
     drawn, line = np.array(picture.convert("RGB")), max(1, round(max(picture.size) / 160))
     for region in regions:
         inside = to_pixels(region.float(), picture.size[::-1], upsampling="nearest")
-        grown, smaller, smallest = (_grown(inside, by * line) for by in (1, -1, -2))
+        grown, smaller, smallest = (_grow(inside, by * line) for by in (1, -1, -2))
         drawn[(grown > smallest).numpy()] = 0
         drawn[((inside > 0) & (smaller == 0)).numpy()] = 255
     return Image.fromarray(drawn)
 
 
-def _grown(inside: Tensor, by: int) -> Tensor:
-    """A region [H,W] grown by pixels, or shrunk where `by` is negative; around the picture nothing is inside."""
+def _grow(inside: Tensor, by: int) -> Tensor:
+    """Grow a region [H,W] by pixels, or shrink it if `by` is negative; pixels beyond the picture are outside."""
     framed = F.pad((inside > 0).float(), [abs(by)] * 4)[None]
     pooled = F.max_pool2d(framed if by > 0 else 1 - framed, 2 * abs(by) + 1, 1)[0]
     return pooled if by > 0 else 1 - pooled
@@ -141,7 +141,7 @@ def blend(
     upsampling: Upsampling = "bilinear",
     covers: tuple[float, ...] = (1.0, 1.0),
 ) -> Image.Image:
-    """Scores [h,w] as heat over a picture of exactly what they explain."""
+    """Scores [h,w] as heat over a picture of the model's input."""
     values = scale(upsample(scores, picture.size[::-1], upsampling, covers)).double().numpy()
     rgb, opacity = tint(values, scale.signed, cmap, alpha)
     darkest, contrast = GREY[scale.signed]
@@ -174,8 +174,8 @@ def overlay(
         preprocess: How the model crops and resizes; by default the central part.
         cmap: Another matplotlib colour map.
         alpha: Opacity of the strongest heat.
-        signed: Whether to use the signed colours; by default, if there are negative scores.
-        upsampling: How the map becomes pixels.
+        signed: Whether to use the signed colours; by default only if there are negative scores.
+        upsampling: Interpolation from patches to pixels.
         covers: The share of the model's input that the scores cover.
     """
     if not 0 <= alpha <= 1:

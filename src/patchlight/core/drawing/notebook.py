@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -26,24 +25,24 @@ from patchlight.core.drawing.heat import (
     upsample,
 )
 from patchlight.core.drawing.page import data_url
-from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_bytes, figure_picture, ignores_class, map_title
+from patchlight.core.drawing.pictures import IGNORES_CLASS, figure_picture, ignores_class, map_title
 from patchlight.core.drawing.shown import ShownFigure
 from patchlight.core.drawing.tiles import tiles_picture
 from patchlight.core.photos import as_picture
 from patchlight.core.text import plural
 
 SHOWN, ROWS, COLUMNS = 8, 4, 10
-"""Maps shown of one attribution; rows and methods shown of several."""
+"""Maximum number of maps of one attribution, and of rows and methods of several."""
 WIDTH, SHARP = 128, 224
-"""Width of a picture on the page, and pixels of a picture that is shown with few others."""
+"""Width of a picture on the page, and of its file if few are shown."""
 _STYLE = (
     ".patchlight{max-height:40em;overflow:auto}.patchlight table{border-collapse:collapse}"
     ".patchlight th,.patchlight td{text-align:left!important;vertical-align:top;padding:2px 10px 2px 0;"
     "border-bottom:1px solid rgba(128,128,128,.35)}.patchlight small{opacity:.7}"
 )
-"""Without colours, so that a table fits light and dark pages; long tables scroll."""
+"""The style has no colours, to fit light and dark pages; long tables scroll."""
 DEEPEST = 4.0
-"""The gain in nats of a word of an answer with the deepest shade."""
+"""The gain, in nats, at which the word of an answer has the deepest shade."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,20 @@ def _inside(cell: str | Html) -> str:
 
 
 def shades(words: Sequence[Any]) -> list[float]:
-    """How deep each word of an answer is shaded, from 0 to 1, by its gain."""
+    """The depth of the shade of each word of an answer, from 0 to 1, by its gain."""
     return [min(1.0, max(0.0, word.gain / DEEPEST)) for word in words]
 
 
 def sentence_html(words: Sequence[Any], prompt: Any = "") -> str:
-    """The prompt and the words of an answer, shaded by how much the image adds to each; empty without words."""
+    """The prompt and the words of an answer, shaded by gain; empty without words."""
     spans = [
         f'<span title="probability {word.probability:.2f}, gain {word.gain:.2f} nats" style="padding:1px 4px;'
         f'border-radius:4px;background:rgba(122,92,220,{0.6 * shade:.2f})">{escape(word.word)}</span>'
         for word, shade in zip(words, shades(words), strict=True)
     ]
-    asked = f"<small>{escape(prompt)}</small><br>" if prompt and isinstance(prompt, str) else ""
+    question = f"<small>{escape(prompt)}</small><br>" if prompt and isinstance(prompt, str) else ""
     below = "<br><small>shaded by gain: how much the image adds to the word, up to 4 nats</small>"
-    return f'<div class="answer">{asked}{" ".join(spans)}{below}</div>' if spans else ""
+    return f'<div class="answer">{question}{" ".join(spans)}{below}</div>' if spans else ""
 
 
 def heat_html(att: Attribution) -> str:
@@ -100,8 +99,8 @@ def heat_html(att: Attribution) -> str:
     badge = f"; {IGNORES_CLASS}" if ignores_class(att) else ""
     size = f"{plural(len(att), 'image')}, {'x'.join(map(str, att.grid))} {att.level}s"
     facts = f"{size}; {ends}, up to the 99th percentile{badge}"
-    said = "".join(sentence_html(words, att.head.get("prompt")) for words in att.words)
-    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{said}{''.join(cells)}{more}</div>"
+    answers = "".join(sentence_html(words, att.head.get("prompt")) for words in att.words)
+    return f"<div><b>{escape(att.method)}</b> of {escape(att.model)} ({facts})<br>{answers}{''.join(cells)}{more}</div>"
 
 
 def maps_html(maps: Mapping[str, Attribution]) -> str:
@@ -118,24 +117,24 @@ def maps_html(maps: Mapping[str, Attribution]) -> str:
         picture = _img(photo, "jpeg", "photograph") if photo is not None else ""
         cells = [Html(_image(att, i, signed[label], WIDTH)) for label, att in shown.items()]
         rows.append([Html(f'<div style="width:{WIDTH}px">{picture}{escape(word)}</div>'), *cells])
-    left = [
+    omitted = [
         f"{len(maps) - COLUMNS} more methods" if len(maps) > COLUMNS else "",
         f"{len(first.captions) - ROWS} more maps of each" if len(first.captions) > ROWS else "",
     ]
-    below = f"each map up to its own 99th percentile; {', '.join(filter(None, left))}".rstrip("; ")
+    below = f"each map up to its own 99th percentile; {', '.join(filter(None, omitted))}".rstrip("; ")
     titles = [map_title(label, att) + f" ({IGNORES_CLASS})" * ignores_class(att) for label, att in shown.items()]
-    said = "".join(sentence_html(words, first.head.get("prompt")) for words in first.words[:ROWS])
-    return said + table_html([first.model, *titles], rows, below=below)
+    answers = "".join(sentence_html(words, first.head.get("prompt")) for words in first.words[:ROWS])
+    return answers + table_html([first.model, *titles], rows, below=below)
 
 
 def figure_html(fig: ShownFigure, words: str) -> str:
     """A figure as an inline picture, at most as wide as the page."""
-    source = f"data:image/jpeg;base64,{base64.b64encode(figure_bytes(fig, 'figure.jpg')).decode()}"
+    source = data_url(figure_picture(fig), quality=92)
     return f'<img alt="{escape(words)}" style="width:{fig.page_size[0]}px;max-width:100%" src="{source}">'
 
 
 def heat_picture(att: Attribution, i: int, signed: bool | None = None, side: int = SHARP) -> Image.Image:
-    """Map number i over its photograph, or as colours only if no photograph was kept."""
+    """Map number i over its photograph, or as colours only without a photograph."""
     if not att.pictures:
         return figure_picture(array_figure(att, i))
     scores = att.scores.reshape(-1, *att.grid)[i]
@@ -154,7 +153,7 @@ def _image(att: Attribution, i: int, signed: bool, side: int) -> str:
 
 
 def _photo(att: Attribution, i: int, side: int) -> Image.Image | None:
-    """The photograph of map number i with a longer side of `side`, if it was kept."""
+    """The photograph of map number i, if there is one, with a longer side of `side`."""
     image = i // max(att.target.numel() // max(len(att), 1), 1)
     return as_picture(att.photos[image], side) if att.pictures and image < len(att.photos) else None
 

@@ -1,4 +1,4 @@
-"""Figures: rows of pictures with titles, labels and colour scales; maps with a row per image, a column per method."""
+"""Figures: rows of pictures with titles, labels and colour scales; maps have a row per image, a column per method."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DPI, DENSE, COARSEST = 144, 16, 90
 CELL = 1.4
 """Width of a picture, in inches."""
 LETTERS, MAX_ROWS, BAND = 16, 64, 10
-"""Letters per line of a row's label, most rows of a figure, and most columns before they continue in a band below."""
+"""Letters per line of a label, maximum rows of a figure, and maximum columns of a band; others are in bands below."""
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".pdf": "pdf", ".svg": "svg"}
 SCALES = {
     False: ("lowest", "highest (each map to its 99th percentile)"),
@@ -47,14 +47,14 @@ SCALES = {
 }
 
 IGNORES_CLASS = "ignores the class"
-"""The badge of maps that are the same for every class."""
+"""The label of maps that are the same for every class."""
 _SETTINGS = threading.Lock()
 """Protects matplotlib's settings, which all threads share."""
 
 
 @dataclass(frozen=True)
 class Print:
-    """Sizes of print and gaps: `words` and `small` in points, the others in inches."""
+    """Sizes of text and gaps: `words` and `small` in points, all others in inches."""
 
     words: float
     small: float
@@ -70,7 +70,7 @@ SCREEN = Print(8.5, 7.0, 0.165, 0.13, 0.1, 0.05, 0.1)
 
 @dataclass(frozen=True)
 class Tile:
-    """A picture with a title above and a caption below; `numbers` are the numbers in the caption, by quantity."""
+    """A picture with a title above and a caption below; `numbers` has the numbers in the caption by quantity."""
 
     picture: Image.Image
     title: str = ""
@@ -95,7 +95,7 @@ class _Column:
 
 
 def maps_figure(
-    images: Picture | Tensor | Sequence[Picture],
+    images: Any,
     maps: Attribution | Mapping[str, Attribution] | Sequence[Attribution],
     predictions: Sequence[Prediction] | None = None,
     titles: Sequence[str] | None = None,
@@ -108,12 +108,17 @@ def maps_figure(
     if not first.pictures:
         takes = Layout(first.grid, axes=first.axes).inputs
         raise PatchlightError(f"this figure draws pictures, and {first.model} takes {takes}; maps.figure() draws them")
-    shown = _listed(images)
-    return _figure(maps, _pictures(shown, first, vit), shown, predictions, titles, vit, path)
+    images = [images] if isinstance(images, Tensor) and images.ndim == 3 else image_list(images)
+    if not isinstance(images, Iterable):
+        raise PatchlightError(f"images={images!r} cannot be shown; give the images that the maps explain")
+    images = list(images)
+    preprocess = vit.preprocess if vit is not None else first.preprocess
+    pictures = [_picture(image, first, preprocess) for image in images]
+    return _figure(maps, pictures, images, predictions, titles, vit, path)
 
 
 def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None) -> ShownFigure:
-    """A figure of maps over the small photographs that were kept with them."""
+    """A figure of maps over their stored small photographs."""
     maps = _by_name(maps)
     first = next(iter(maps.values()))
     if not first.pictures:
@@ -121,7 +126,7 @@ def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None
 
         return arrays_figure(maps, path)
     if not first.photos:
-        raise PatchlightError("no photographs were kept with these maps; give the images to pl.figure")
+        raise PatchlightError("these maps have no photographs; give the images to pl.figure")
     rows = {name: att[: len(first.photos)] for name, att in maps.items()}
     return _figure(rows, [as_picture(photo, SIDE) for photo in first.photos], path=path)
 
@@ -129,7 +134,7 @@ def photo_figure(maps: Mapping[str, Attribution], path: str | Path | None = None
 def seen_figure(
     pictures: Sequence[Image.Image], maps: Mapping[str, Attribution], predictions: Sequence[Prediction], vit: Anatomy
 ) -> ShownFigure:
-    """A figure of maps over pictures of exactly what the model saw."""
+    """A figure of maps over pictures of the model's input."""
     return _figure(_by_name(maps), pictures, predictions=predictions, vit=vit)
 
 
@@ -147,16 +152,17 @@ def _figure(
     _check_counts(maps, len(pictures))
     same_classes = len({att.captions for att in maps.values()}) == 1
     columns = [column for label, att in maps.items() for column in _columns(label, att, same_classes)]
-    headings = [column.title for column in columns] if titles is None else titles
-    if len(headings) != len(columns):
-        raise PatchlightError(f"{len(headings)} titles for {len(columns)} columns; give one per column")
+    titles = [column.title for column in columns] if titles is None else titles
+    if len(titles) != len(columns):
+        raise PatchlightError(f"{len(titles)} titles for {len(columns)} columns; give one per column")
+    lines = [
+        [part for line in title.split("\n") for part in wrap_lines(line, CELL, SCREEN.words, " .")] for title in titles
+    ]
     labels = _row_labels(images, next(iter(maps.values())), predictions, vit, same_classes)
     rows = []
     for band in in_bands(range(len(columns)), BAND):
         for r, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
-            titles = ["" if r else "\n".join(_title_lines(headings[c])) for c in band]
-            heats = [_heat(picture, columns[c], r) for c in band]
-            tiles = [Tile(heat, title) for heat, title in zip(heats, titles, strict=True)]
+            tiles = [Tile(_heat(picture, columns[c], r), "" if r else "\n".join(lines[c])) for c in band]
             rows.append(Row([Tile(picture), *tiles], label))
     dpi = DPI * min(1.0, (DENSE / (len(pictures) * (len(columns) + 1))) ** 0.5)
     scales = sorted({column.signed for column in columns})
@@ -167,14 +173,10 @@ def _figure(
 
 
 def _sentence(att: Attribution) -> str:
-    """The words of the answer to one image, with how much the image adds to each."""
+    """The words of the answer to one image, with their gains."""
     if len(att.words) != 1:
         return ""
     return "Answer (gains in nats): " + " ".join(f"{word.word} ({word.gain:.1f})" for word in att.words[0])
-
-
-def _title_lines(title: str) -> list[str]:
-    return [part for line in title.split("\n") for part in wrap_lines(line, CELL, SCREEN.words, " .")]
 
 
 def _heat(picture: Image.Image, column: _Column, r: int) -> Image.Image:
@@ -197,7 +199,7 @@ def draw_rows(
     note: str = "",
     width: float = 0.0,
 ) -> ShownFigure:
-    """A figure of rows of pictures, with colour scales and a note below; texts are broken at newlines.
+    """A figure of rows of pictures, with colour scales and a note below; texts may have several lines.
 
     Args:
         rows: The pictures.
@@ -206,7 +208,7 @@ def draw_rows(
         dpi: Dots per inch.
         scales: The colour scales to explain: unsigned (False), signed (True).
         note: Text below the pictures, which is wrapped.
-        width: Least width of the figure, in inches.
+        width: Minimum width of the figure, in inches.
     """
     from patchlight.core.drawing.shown import ShownFigure
 
@@ -266,7 +268,7 @@ def draw_rows(
 
 
 def label_width(rows: Sequence[Row], sizes: Print) -> float:
-    """Where the pictures begin: the edge, and the labels to their left, in inches."""
+    """The width of the edge and of the labels to the left of the pictures, in inches."""
     lines = [words for row in rows if row.label for words in row.label.split("\n")]
     return sizes.edge + max((inches(words, sizes.words) + sizes.label_gap for words in lines), default=0.0)
 
@@ -281,9 +283,9 @@ def write_note(fig: Figure, lines: Sequence[str], sizes: Print) -> None:
 
 
 def wrap_lines(words: str, width: float, size: float, behind: str = " ∘.-/") -> list[str]:
-    """Lines that fit a width in inches, broken after spaces and a few signs (not in a number), else anywhere."""
+    """Break text into lines of a width in inches, after spaces and a few signs (not in a number), or else anywhere."""
     lines = [""]
-    marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda found: found[0] + "\0", words)
+    marked = re.sub(rf"([{re.escape(behind)}])(?!\d)| ", lambda match: match[0] + "\0", words)
     for part in marked.split("\0"):
         for piece in _pieces(part, width, size):
             if lines[-1] and inches((lines[-1] + piece).rstrip(), size) > width:
@@ -293,7 +295,7 @@ def wrap_lines(words: str, width: float, size: float, behind: str = " ∘.-/") -
 
 
 def _pieces(part: str, width: float, size: float) -> list[str]:
-    """Pieces of a long word that fit a width, broken before a capital if there is one (Smooth|Grad)."""
+    """Break a long word into pieces of a width, before a capital letter if there is one (Smooth|Grad)."""
     if inches(part.rstrip(), size) <= width:
         return [part]
     most = next((n for n in range(len(part) - 1, 1, -1) if inches(part[:n], size) <= width), 1)
@@ -319,12 +321,12 @@ def _by_name(maps: Attribution | Mapping[str, Attribution] | Sequence[Attributio
 
 
 def ignores_class(att: Attribution) -> bool:
-    """Whether a map gets the badge; random maps need none."""
+    """Whether a map is labelled `IGNORES_CLASS`; random maps are not."""
     return att.ignores_class and att.method != "random"
 
 
 def map_title(label: str, att: Attribution) -> str:
-    """The label of a map; if it is "auto" or "best", the method that was chosen, too."""
+    """The label of a map, with the chosen method if the label is "auto" or "best"."""
     return f"{att.method} ({label})" if label in ("auto", "best") and att.method != label else label
 
 
@@ -355,12 +357,12 @@ def vector_bytes(fig: Figure, kind: str, outlines: bool = False) -> bytes:
     import matplotlib
 
     out = io.BytesIO()
-    nothing = ("CreationDate",) if kind == "pdf" else ("Date",) if outlines else ("Date", "Creator", "Format", "Type")
+    omitted = ("CreationDate",) if kind == "pdf" else ("Date",) if outlines else ("Date", "Creator", "Format", "Type")
     fonts: Any = {"svg.fonttype": "path" if outlines else "none", "pdf.fonttype": 42, "svg.hashsalt": "patchlight"}
-    # the reader's font is used, so a glyph that is missing in matplotlib's font does not matter
+    # text is shown in another font, so glyphs that are missing in matplotlib's do not matter
     silent = contextlib.nullcontext() if outlines else warnings.catch_warnings(action="ignore", category=UserWarning)
     with _SETTINGS, silent, matplotlib.rc_context(fonts):
-        fig.savefig(out, format=kind, metadata=dict.fromkeys(nothing))
+        fig.savefig(out, format=kind, metadata=dict.fromkeys(omitted))
     return out.getvalue()
 
 
@@ -419,24 +421,12 @@ def inches(words: str, size: float) -> float:
     return 1.06 * float(width) / 72  # letters are drawn on whole pixels, which makes text slightly wider
 
 
-def _pictures(images: Sequence[Picture | Tensor], att: Attribution, vit: Anatomy | None) -> list[Image.Image]:
-    preprocess = vit.preprocess if vit is not None else att.preprocess
-    return [_picture(image, att, preprocess) for image in images]
-
-
 def _picture(image: Picture | Tensor, att: Attribution, preprocess: Preprocess | None) -> Image.Image:
     if not isinstance(image, Tensor):
         return seen(image, att.image_size, preprocess)
     if preprocess is None:
         raise PatchlightError("to show a preprocessed tensor, give vit=, whose normalisation is needed")
     return seen(preprocess.picture(image), att.image_size)
-
-
-def _listed(images: Any) -> list[Any]:
-    images = [images] if isinstance(images, Tensor) and images.ndim == 3 else image_list(images)
-    if not isinstance(images, Iterable):
-        raise PatchlightError(f"images={images!r} cannot be shown; give the images that the maps explain")
-    return list(images)
 
 
 def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
@@ -448,7 +438,7 @@ def _check_counts(maps: Mapping[str, Attribution], count: int) -> None:
 
 
 def _columns(label: str, att: Attribution, same_classes: bool) -> list[_Column]:
-    """A column per class, headed by the method, by the class if it is not in the row's label, and by the badge."""
+    """A column per class; its title has the method, and the class unless the labels of rows have it."""
     signed, title = is_signed(att.scores), map_title(label, att)
     badge = f"\n{IGNORES_CLASS}" if ignores_class(att) else ""
     if att.scores.ndim == 3:
@@ -472,7 +462,7 @@ def _row_labels(
     vit: Anatomy | None,
     same_classes: bool,
 ) -> list[str]:
-    """Label of each row: the prediction, and the explained class if it differs and is the same in all columns."""
+    """The label of each row: the prediction, and the explained class if it differs and all columns explain it."""
     tensors = all(isinstance(image, Tensor) for image in images)
     if predictions is None and vit is not None and (tensors or vit.channels in (1, 3)):
         shown = images if tensors else [open_image(image) for image in images]
@@ -481,24 +471,25 @@ def _row_labels(
     several = _several_words(att) if same_classes else []
     if several:
         words = [""] * len(att) if predictions is None else [describe_prediction(p, probable) for p in predictions]
-        return [_wrapped(f"{one} {more}".strip()) for one, more in zip(words, several, strict=True)]
+        return [_wrap(f"{prediction} {classes}".strip()) for prediction, classes in zip(words, several, strict=True)]
     one_class = same_classes and att.scores.ndim == 3
     explained = [short(label) for label in att.target_names] if one_class else [""] * len(att)
     opposed = [f"against {short(label)}" for label in att.against_names if one_class] or [""] * len(att)
     if predictions is None:
-        return ["\n".join(map(_wrapped, filter(None, words))) or " " for words in zip(explained, opposed, strict=True)]
+        return ["\n".join(map(_wrap, filter(None, words))) or " " for words in zip(explained, opposed, strict=True)]
     if len(predictions) != len(att):
         raise PatchlightError(f"{len(predictions)} predictions for {len(att)} images; give one per image")
     labels = []
-    for prediction, one, other in zip(predictions, explained, opposed, strict=True):
-        same = isinstance(prediction, str) or short(prediction[0]) == one
-        lines = [describe_prediction(prediction, probable), f"for {one}" if one and (other or not same) else "", other]
-        labels.append("\n".join(map(_wrapped, filter(None, lines))))
+    for prediction, name, against in zip(predictions, explained, opposed, strict=True):
+        same = isinstance(prediction, str) or short(prediction[0]) == name
+        target = f"for {name}" if name and (against or not same) else ""
+        lines = [describe_prediction(prediction, probable), target, against]
+        labels.append("\n".join(map(_wrap, filter(None, lines))))
     return labels
 
 
 def _several_words(att: Attribution) -> list[str]:
-    """The explained classes of each row, numbered like the columns, if rows have different classes."""
+    """The explained classes of each row, with the numbers of their columns, if rows have different classes."""
     count = att.scores.shape[1] if att.scores.ndim == 4 else 0
     rows = [tuple(map(short, att.target_names[r * count : (r + 1) * count])) for r in range(len(att))]
     if len(set(rows)) <= 1:
@@ -506,7 +497,7 @@ def _several_words(att: Attribution) -> list[str]:
     return [", ".join(f"({t + 1}) {label}" for t, label in enumerate(row)) for row in rows]
 
 
-def _wrapped(words: str) -> str:
-    """Lines of at most LETTERS letters; a percentage at the end gets its own line."""
+def _wrap(words: str) -> str:
+    """Break text into lines of at most LETTERS letters; a percentage at the end has its own line."""
     label, percentage = _PERCENTAGE.fullmatch(words).groups()  # type: ignore[union-attr]
     return "\n".join([*textwrap.wrap(label, LETTERS), *([percentage] if percentage else [])]) or " "

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from patchlight.core.drawing.pictures import figure_bytes
 
 CSS = 96
-"""Dots per inch of a page: a figure is shown at its size on paper, whatever its resolution."""
+"""Dots per inch of a page, on which a figure has its size on paper, whatever its resolution."""
 
 
 class ShownFigure(Figure):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDS = 16
-"""Tiles at each end of the bar chart."""
+"""Number of tiles at each end of the bar chart."""
 
 
 def draw_tiles(ax: Axes, scores: Tensor, coordinates: Any = None) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from patchlight.anatomy.opened import Anatomy
 from patchlight.trained.diffmask import hard_concrete
 from patchlight.trained.explainer import Explainer
-from patchlight.zoo.pocket import HERE
+from patchlight.zoo import ZOO
 
 GRADES = 31
 """Number of shifts that a graded map averages."""
@@ -165,7 +165,7 @@ class DiffMask(Explainer[Gates]):
     """A trained DiffMask explainer: the gates, the model they were trained for, and how they were trained."""
 
     kind, weights, title, format = "diffmask", "gates", "DiffMask", 2
-    command, need, shipped = "diffmask", ("gates", "them"), HERE / "pocket-diffmask"
+    command, need, shipped = "diffmask", ("gates", "them"), ZOO / "pocket-diffmask"
 
     @property
     def gates(self) -> Gates:

@@ -17,7 +17,7 @@ from patchlight.core.fingerprints import stamp
 from patchlight.core.layout import Layout
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
 from patchlight.trained.explainer import Explainer
-from patchlight.zoo.pocket import HERE
+from patchlight.zoo import ZOO
 
 
 class Change(nn.Module):
@@ -225,7 +225,7 @@ class ViTShapley(Explainer[Networks]):
     """A trained ViT-Shapley explainer: the networks, the model they were trained for, and how they were trained."""
 
     kind, weights, title, format = "vit-shapley", "values", "ViT-Shapley", 1
-    command, need, shipped = "shapley", ("a network", "it"), HERE / "pocket-shapley"
+    command, need, shipped = "shapley", ("a network", "it"), ZOO / "pocket-shapley"
     stored = torch.float16
 
     @staticmethod
