@@ -54,7 +54,7 @@ def test_which_images(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("some").write_text("5.png\n1.png\n4.png\n0.png\n", encoding="utf-8")
-    assert list(DataSpec(kind="folder", **about).chosen(numbered(6))) == expected
+    assert list(DataSpec(kind="folder", **about).select_indices(numbered(6))) == expected
 
 
 def test_a_list_belongs_to_its_data(tmp_path: Path) -> None:
@@ -65,25 +65,25 @@ def test_a_list_belongs_to_its_data(tmp_path: Path) -> None:
     assert (other.list, other.skip, other.every, other.images) == ("other.txt", 0, 1, None)
     (tmp_path / "two").write_text("3.png\n1.png\n", encoding="utf-8")
     with pytest.raises(PatchlightError, match=r"no images in '.*two' after the first 2"):
-        DataSpec(kind="folder", path="x", list=str(tmp_path / "two"), skip=2).chosen(numbered(5))
+        DataSpec(kind="folder", path="x", list=str(tmp_path / "two"), skip=2).select_indices(numbered(5))
 
 
 def test_images_at_random_follow_the_seed() -> None:
     spec = DataSpec(kind="folder", images=10, skip=5, pick="random")
-    drawn = [list(spec.chosen(numbered(100), seed)) for seed in (0, 0, 1)]
+    drawn = [list(spec.select_indices(numbered(100), seed)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0] == sorted(set(drawn[0]))
     assert all(5 <= i < 100 for i in drawn[0])
     with pytest.raises(PatchlightError, match="no images in 'x' after the first 5"):
-        DataSpec(kind="folder", path="x", skip=5).chosen(numbered(5))
+        DataSpec(kind="folder", path="x", skip=5).select_indices(numbered(5))
 
 
 def test_the_images_of_a_training_are_the_first_ones() -> None:
     cifar = DiffMaskRecipe.read("diffmask-cifar10")
     assert cifar.data is not None
     assert cifar.held_out is not None
-    assert list(cifar.data.chosen(numbered(50_000))) == list(range(40_000))
-    assert list(cifar.held_out.chosen(numbered(10_000))) == list(range(1000, 1512))
+    assert list(cifar.data.select_indices(numbered(50_000))) == list(range(40_000))
+    assert list(cifar.held_out.select_indices(numbered(10_000))) == list(range(1000, 1512))
     assert (cifar.data.options, cifar.held_out.options) == ({"split": "train"}, {"split": "test"})
 
 

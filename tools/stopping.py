@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     kind, path = kind_and_path(asked.data)
     spec = DataSpec(kind=kind or "folder", path=path, images=asked.images)
     data = spec.open()
-    images = torch.cat([batch.images for batch in batches(data.select(spec.chosen(data.names)), vit)])
+    images = torch.cat([batch.images for batch in batches(data.select(spec.select_indices(data.names)), vit)])
     print(f"{vit.name}, {len(images)} images of {kind or 'folder'}\n")
     print("| method | tolerance | masks, mean (range) | rank correlation | ins-del |\n| --- | --- | --- | --- | --- |")
     given = {} if asked.samples is None else {"samples": asked.samples}

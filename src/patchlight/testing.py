@@ -27,7 +27,7 @@ from patchlight.metrics.base import Evaluation, MapFunction, MetricRequest, reso
 from patchlight.study.evaluate import evaluate
 
 compared: Callable[[str, float, float], None] | None = None
-"""If set, called with (what, error, limit) by each comparison that passes."""
+"""Optional function of (what, error, limit), called for each comparison that passes."""
 
 
 def check_method(
@@ -42,7 +42,7 @@ def check_method(
         name: The name of the method.
         vit: The model.
         images: At least two preprocessed images [B,C,H,W].
-        double: The same model in float64; if given, batches and targets are compared there, without rounding errors.
+        double: The same model in float64; if given, batches and targets are compared on it, without rounding errors.
         settings: Settings of the method.
     """
     quick = {**resolve(name).method.quick, **(settings or {})}
@@ -335,10 +335,10 @@ class _MetricTrial:
         return _tokens_size if self.request.metric.explains else self.smooth()
 
     def smooth(self) -> Tensor:
-        coarse = self.drawn(size=self.vit.grid)
-        return to_pixels(coarse, self.images.shape[-2:], self.vit.extent) + 1e-3 * self.drawn()
+        coarse = self.random_maps(size=self.vit.grid)
+        return to_pixels(coarse, self.images.shape[-2:], self.vit.extent) + 1e-3 * self.random_maps()
 
-    def drawn(self, seed: int = 0, size: Sequence[int] | None = None) -> Tensor:
+    def random_maps(self, seed: int = 0, size: Sequence[int] | None = None) -> Tensor:
         """Maps [B,H,W], or of another size, sampled from U(0, 1)."""
         size = self.images.shape[-2:] if size is None else size
         generator = torch.Generator().manual_seed(seed)
@@ -373,38 +373,39 @@ def _tokens_size(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> T
     return vit.patches(torch.linalg.vector_norm(last, dim=-1))
 
 
-def _check_values(trial: _MetricTrial, found: Evaluation, warned: Sequence[str], some: bool = True) -> None:
-    """Each image has a value within the bounds, or a reason and a warning; with `some`, at least one has a value."""
-    count, (low, high) = len(trial.images), found.bounds
-    values, there = found.values, found.values.isfinite()
+def _check_values(trial: _MetricTrial, evaluation: Evaluation, warned: Sequence[str], required: bool = True) -> None:
+    """Each image has a value within the bounds, or a reason and a warning; if `required`, at least one has a value."""
+    count, (low, high) = len(trial.images), evaluation.bounds
+    values, exists = evaluation.values, evaluation.values.isfinite()
     assert tuple(values.shape) == (count,), f"values have shape {list(values.shape)}"
     assert (values.dtype, values.device.type) == (torch.float64, "cpu"), f"values are {values.dtype} on {values.device}"
     assert not values.requires_grad, "values keep a graph"
-    assert not some or bool(there.any()), f"no image has a value: {found.reasons}"
-    assert len(found.reasons) == count, f"{len(found.reasons)} reasons for {count} images"
-    for value, reason in zip(there.tolist(), found.reasons, strict=True):
+    assert not required or bool(exists.any()), f"no image has a value: {evaluation.reasons}"
+    assert len(evaluation.reasons) == count, f"{len(evaluation.reasons)} reasons for {count} images"
+    for value, reason in zip(exists.tolist(), evaluation.reasons, strict=True):
         assert value == (reason == ""), f"a value {'with' if value else 'that is missing without'} a reason: {reason}"
-    assert bool(there.all()) or any("no value for" in line for line in warned), "no warning of missing values"
+    assert bool(exists.all()) or any("no value for" in line for line in warned), "no warning of missing values"
     slack = 1e-6 * max([1.0, *(abs(side) for side in (low, high) if math.isfinite(side))])
-    defined = values[there]
+    defined = values[exists]
     within = bool((defined >= low - slack).all() and (defined <= high + slack).all())
     assert within, f"{defined} is not in [{low}, {high}]"
-    assert type(found.higher_is_better) is bool, "no direction"
-    assert found.metric == trial.request.metric.name
-    assert found.settings == trial.request.suited(trial.vit).settings, "other settings are recorded"
-    if found.curve is not None:
-        assert found.x is not None, "a curve without an axis"
-        assert tuple(found.curve.shape) == (count, len(found.x)), f"the curve has shape {list(found.curve.shape)}"
-        assert bool((found.x.diff() >= 0).all()), "the curve's axis does not rise"
-        assert bool(found.curve[there].isfinite().all()), "the curve of a value is not finite"
+    assert type(evaluation.higher_is_better) is bool, "no direction"
+    assert evaluation.metric == trial.request.metric.name
+    assert evaluation.settings == trial.request.suited(trial.vit).settings, "other settings are recorded"
+    if evaluation.curve is not None:
+        assert evaluation.x is not None, "a curve without an axis"
+        shape = list(evaluation.curve.shape)
+        assert shape == [count, len(evaluation.x)], f"the curve has shape {shape}"
+        assert bool((evaluation.x.diff() >= 0).all()), "the curve's axis does not rise"
+        assert bool(evaluation.curve[exists].isfinite().all()), "the curve of a value is not finite"
 
 
-def _agree(found: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
+def _assert_close(values: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
     """Assert that the same values are missing, and that others differ by at most `tolerance` of the largest (or 1)."""
-    assert torch.equal(found.isnan(), expected.isnan()), f"{what}: other images have a value"
-    error = float((found - expected).abs().nan_to_num().max()) if len(found) else 0.0
+    assert torch.equal(values.isnan(), expected.isnan()), f"{what}: other images have a value"
+    error = float((values - expected).abs().nan_to_num().max()) if len(values) else 0.0
     error /= max(1.0, float(expected.abs().nan_to_num().max()))
-    assert error <= tolerance, f"{what}: values differ by {error:.1e}, {found.tolist()} and {expected.tolist()}"
+    assert error <= tolerance, f"{what}: values differ by {error:.1e}, {values.tolist()} and {expected.tolist()}"
     if compared is not None:
         compared(what, error, tolerance)
 
@@ -419,18 +420,18 @@ def _check_metric_seed(trial: _MetricTrial, first: Evaluation) -> None:
 
 def _check_metric_batch(trial: _MetricTrial, batched: Evaluation) -> None:
     maps, count = trial.maps, len(trial.images)
-    each = [trial.only([i]).run(maps[[i]] if isinstance(maps, Tensor) else maps)[0] for i in range(count)]
-    joined = Evaluation.concat(each)
-    _agree(joined.values, batched.values, "single calls and a batch")
-    _agree(torch.tensor([joined.mean]), torch.tensor([batched.mean]), "the mean of single calls and of a batch")
-    _agree(trial.run(maps, batch_size=1)[0].values, batched.values, "batch_size=1 and one batch")
+    singles = [trial.only([i]).run(maps[[i]] if isinstance(maps, Tensor) else maps)[0] for i in range(count)]
+    joined = Evaluation.concat(singles)
+    _assert_close(joined.values, batched.values, "single calls and a batch")
+    _assert_close(torch.tensor([joined.mean]), torch.tensor([batched.mean]), "the mean of single calls and of a batch")
+    _assert_close(trial.run(maps, batch_size=1)[0].values, batched.values, "batch_size=1 and one batch")
     before, after = (
         {f"{when} {other}": {"metric": other} for other in ("sparseness", "aopc")} for when in ("before", "after")
     )
-    others, _ = trial.together(maps, {**before, trial.request.label: trial.settings, **after})
-    _agree(others[trial.request.label].values, batched.values, "among others and alone")
+    together, _ = trial.together(maps, {**before, trial.request.label: trial.settings, **after})
+    _assert_close(together[trial.request.label].values, batched.values, "among others and alone")
     for earlier, later in zip(before, after, strict=True):
-        _agree(others[later].values, others[earlier].values, f"another metric {later} and {earlier}", 0.0)
+        _assert_close(together[later].values, together[earlier].values, f"another metric {later} and {earlier}", 0.0)
 
 
 def _check_odd_maps(trial: _MetricTrial, first: Evaluation) -> None:
@@ -439,30 +440,30 @@ def _check_odd_maps(trial: _MetricTrial, first: Evaluation) -> None:
         maps = trial.maps
         assert callable(maps)
         for fill, word in ((1.0, "constant"), (float("nan"), "NaN")):
-            found, warned = trial.run(lambda *given, fill=fill: torch.full_like(maps(*given), fill))
-            _check_odd(trial, found, warned, word, fill)
+            evaluation, warned = trial.run(lambda *arguments, fill=fill: torch.full_like(maps(*arguments), fill))
+            _check_odd(trial, evaluation, warned, word, fill)
         return
-    found, warned = trial.run(trial.drawn(size=trial.vit.grid))
-    _check_values(trial, found, warned)
+    evaluation, warned = trial.run(trial.random_maps(size=trial.vit.grid))
+    _check_values(trial, evaluation, warned)
     for fill, word in ((1.0, "constant"), (0.0, "constant"), (float("nan"), "NaN"), (float("inf"), "NaN")):
         odd = trial.smooth()
         odd[0] = fill
-        found, warned = trial.run(odd)
-        _check_odd(trial, found, warned, word, fill)
-        _agree(found.values[1:], first.values[1:], f"beside a {word} map and without")
+        evaluation, warned = trial.run(odd)
+        _check_odd(trial, evaluation, warned, word, fill)
+        _assert_close(evaluation.values[1:], first.values[1:], f"beside a {word} map and without")
 
 
-def _check_odd(trial: _MetricTrial, found: Evaluation, warned: Sequence[str], word: str, fill: float) -> None:
-    _check_values(trial, found, warned, some=False)
+def _check_odd(trial: _MetricTrial, evaluation: Evaluation, warned: Sequence[str], word: str, fill: float) -> None:
+    _check_values(trial, evaluation, warned, required=False)
     assert any(word in line for line in warned), f"no warning of a {word} map: {warned}"
-    assert math.isfinite(fill) or bool(found.values[0].isnan()), f"a map with {fill} has a value"
+    assert math.isfinite(fill) or bool(evaluation.values[0].isnan()), f"a map with {fill} has a value"
 
 
 def _check_annotations(trial: _MetricTrial, first: Evaluation) -> None:
     """A missing annotation is refused; if only one image lacks it, the values of others do not change."""
     entry = trial.request.metric
     if entry.explains:
-        sentence = _refusal(lambda: trial.run(trial.drawn()), PatchlightError)
+        sentence = _refusal(lambda: trial.run(trial.random_maps()), PatchlightError)
         assert entry.name in sentence, f"the refusal does not name the metric: {sentence}"
         assert "method" in sentence, f"the refusal does not say what is needed: {sentence}"
     for need in entry.needs:
@@ -473,10 +474,10 @@ def _check_annotations(trial: _MetricTrial, first: Evaluation) -> None:
         assert all(kind in sentence for kind in kinds), f"the refusal does not name {need}: {sentence}"
         for kind in trial.notes.keys() & kinds:
             partial = replace(trial, notes={**trial.notes, kind: _first_missing(trial.notes[kind])})
-            found, warned = partial.run(trial.maps)
-            _check_values(trial, found, warned, some=False)
-            assert bool(found.values[0].isnan()), f"an image without {kind} has a value"
-            _agree(found.values[1:], first.values[1:], f"beside an image without {kind} and without")
+            evaluation, warned = partial.run(trial.maps)
+            _check_values(trial, evaluation, warned, required=False)
+            assert bool(evaluation.values[0].isnan()), f"an image without {kind} has a value"
+            _assert_close(evaluation.values[1:], first.values[1:], f"beside an image without {kind} and without")
 
 
 def _first_missing(note: Any) -> Any:
@@ -497,15 +498,15 @@ def _check_chance(trial: _MetricTrial, chance: Tensor) -> None:
     """Random maps have the expected values, up to five standard errors of their mean and 0.01."""
     if trial.request.metric.explains:
 
-        def drawn(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+        def random_map(vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
             noise = torch.rand(vit.grid, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             return noise.to(vit.device, vit.dtype).expand(len(images), -1, -1)
 
-        values = torch.stack([trial.run(drawn, seed=seed)[0].values for seed in range(2)])
+        values = torch.stack([trial.run(random_map, seed=seed)[0].values for seed in range(2)])
     else:
         count = len(trial.images)
         many = trial.only([i for _ in range(DRAWS) for i in range(count)])
-        values = many.run(many.drawn(seed=1))[0].values.view(DRAWS, count)
+        values = many.run(many.random_maps(seed=1))[0].values.view(DRAWS, count)
     error = values.std(0) / len(values) ** 0.5
     assert torch.equal(values.isnan().any(0), chance.isnan()), "the closed form exists for other images"
     far = (values.mean(0) - chance).abs() > 5 * error + 0.01

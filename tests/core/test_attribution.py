@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from PIL import Image
 
 import patchlight as pl
 from patchlight.core import display
+from patchlight.core.attribution import versions
 from tests.families import images, shared
 
 
@@ -253,3 +256,178 @@ def test_several_attributions_are_saved_together(tmp_path: Path) -> None:
     assert [path.name for path in (folder / "tis").iterdir()] == ["notes.txt"]
     with pytest.raises(pl.PatchlightError, match="holds no attributions"):
         pl.Attributions.load(tmp_path)
+
+
+def full(count: int = 3, classes: int = 2) -> pl.Attribution:
+    """Every field that belongs to an image or a class, with values that all differ."""
+    names = tuple(f"{chr(97 + i)}{t}" for i in range(count) for t in range(classes))
+    return pl.Attribution(
+        torch.arange(count * classes * 6.0).view(count, classes, 2, 3),
+        torch.arange(count * classes).view(count, classes),
+        "test",
+        "model",
+        (8, 12),
+        error=torch.arange(count * classes * 6.0).view(count, classes, 2, 3) / 10,
+        labels=names,
+        images=tuple(f"hash {i}" for i in range(count)),
+        words=tuple((f"word {i}",) for i in range(count)),
+        samples=tuple(range(10, 10 + count)),
+        facts={"masks": tuple(float(i) for i in range(count))},
+        photos=tuple(torch.full((3, 4, 4), i, dtype=torch.uint8) for i in range(count)),
+    )
+
+
+def test_every_field_follows_its_image() -> None:
+    att = full()
+    for part, rows in ((att[1], [1]), (att[-1], [2]), (att[1:], [1, 2]), (att[::-1], [2, 1, 0])):
+        assert torch.equal(part.scores, att.scores[rows])
+        assert torch.equal(part.target, att.target[rows])
+        assert part.error is not None
+        assert torch.equal(part.error * 10, part.scores)
+        assert part.labels == tuple(name for i in rows for name in att.labels[2 * i : 2 * i + 2])
+        assert part.images == tuple(f"hash {i}" for i in rows)
+        assert part.words == tuple((f"word {i}",) for i in rows)
+        assert part.samples == tuple(10 + i for i in rows)
+        assert part.facts == {"masks": tuple(float(i) for i in rows)}
+        assert [int(photo[0, 0, 0]) for photo in part.photos] == rows
+    fewer = replace(att, photos=att.photos[:2])
+    assert [len(part.photos) for part in (fewer[2], fewer[1:], fewer[::-1])] == [0, 1, 0], "up to the first without one"
+    for index in (3, -4):
+        with pytest.raises(IndexError, match=f"there is no image {index}; this attribution has 3"):
+            att[index]
+
+
+def test_the_maps_of_one_class() -> None:
+    att = full()
+    swapped = replace(att, labels=("cat", "dog", "dog", "cat", "cat", "dog"))
+    cats = swapped.only("cat")
+    assert torch.equal(cats.scores, att.scores[[0, 1, 2], [0, 1, 0]])
+    assert cats.target.tolist() == [0, 3, 4]
+    assert cats.error is not None
+    assert torch.equal(cats.error * 10, cats.scores)
+    assert (cats.labels, cats.several) == (("cat",) * 3, False)
+    assert cats.only("cat") is cats
+    with pytest.raises(pl.PatchlightError, match="no map for 'cow'; the maps are for cat, dog"):
+        swapped.only("cow")
+    with pytest.raises(pl.PatchlightError, match="no map for 'a0'"):
+        att.only("a0")
+
+
+def test_what_is_joined_and_what_is_dropped() -> None:
+    att = full()
+    joined = pl.Attribution.concat([att[:1], att[1:]])
+    for key in ("labels", "images", "words", "samples", "facts"):
+        assert getattr(joined, key) == getattr(att, key), key
+    assert joined.error is not None
+    assert torch.equal(joined.error, att.error)
+    assert [int(photo[0, 0, 0]) for photo in joined.photos] == [0, 1, 2]
+    partial = [replace(att[:2], photos=att.photos[:1]), replace(att[2:], error=None, samples=(), facts={})]
+    mixed = pl.Attribution.concat(partial)
+    assert (mixed.error, mixed.samples, mixed.facts, len(mixed.photos)) == (None, (), {}, 1)
+    assert len(pl.Attribution.concat([full(12), full(12)]).photos) == 16
+
+
+def test_names_of_a_contrast() -> None:
+    att = attribution(torch.rand(2, 2, 2), against=torch.tensor([3, 4]), labels=("cat", "dog"))
+    assert att.captions == ("cat against class 3", "dog against class 4")
+    assert att[1].captions == ("dog against class 4",)
+    named = replace(att, against_labels=("cow", "hen"))
+    assert named[1].captions == ("dog against hen",)
+    joined = pl.Attribution.concat([named[:1], named[1:]])
+    assert (joined.captions, joined.against.tolist()) == (named.captions, [3, 4])  # type: ignore[union-attr]
+
+
+def test_the_share_of_scores_inside_a_region() -> None:
+    scores = torch.tensor([[[1.0, 3.0], [-5.0, 0.0]], [[-1.0, -1.0], [-1.0, 0.0]]])
+    region = torch.zeros(8, 8)
+    region[:4, 4:] = 1
+    assert attribution(scores).inside(region).tolist() == [0.75, pytest.approx(float("nan"), nan_ok=True)]
+    region = torch.zeros(8, 8)
+    region[:3, 3:6] = 1
+    assert attribution(scores, extent=(6, 6)).inside(region).tolist()[0] == 0.75, "the scores cover 6 of 8 pixels"
+
+
+def test_maps_that_cover_a_part_of_the_image() -> None:
+    att = attribution(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), extent=(4, 8))
+    assert att.covers == (0.5, 1.0)
+    near = att.upsample(upsampling="nearest")[0]
+    assert near[:, 0].tolist() == [1, 1, 3, 3, 3, 3, 3, 3], "the last row is repeated"
+    assert near[0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_sums_over_axes() -> None:
+    att = attribution(torch.arange(6.0).view(1, 2, 3))
+    assert att.over("row").tolist() == [[3, 5, 7]]
+    assert att.over("column", "column").tolist() == [[3, 12]]
+    assert att.over("row", "column").tolist() == [15]
+    with pytest.raises(pl.PatchlightError, match="no axis 'time'; the axes of this map are row, column"):
+        att.over("time", "row")
+    with pytest.raises(pl.PatchlightError, match="no axis was named"):
+        att.over()
+
+
+def test_a_table_has_a_row_per_cell() -> None:
+    frame = full().to_frame()
+    assert list(frame.columns) == ["image", "method", "target", "label", "row", "column", "score", "error"]
+    assert frame.score.tolist() == list(range(36))
+    row = frame.iloc[22]  # image 1, class 1, cell (1, 1)
+    assert (row.image, row.target, row.label, row.row, row.column) == (1, 3, "b1", 1, 1)
+    assert row.error == pytest.approx(2.2)
+    against = attribution(torch.rand(2, 2, 2), against=torch.tensor([3, 4])).to_frame()
+    assert (against.against.tolist(), "error" in against) == (["class 3"] * 4 + ["class 4"] * 4, False)
+    both = pl.Attributions({"x": full(), "y": full()}).to_frame()
+    assert (both.method.tolist(), both.index.tolist()) == (["x"] * 36 + ["y"] * 36, list(range(72)))
+
+
+def test_an_overlay_has_the_place_and_the_crop_of_the_map() -> None:
+    scores = torch.tensor([[[[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]]])
+    photo = Image.new("RGB", (16, 8), "white")
+    photo.paste("black", (0, 0, 4, 8))
+    att = attribution(scores, preprocess=pl.Preprocess((8, 8), fit="squash"))
+    squashed = photo.resize((224, 224), Image.Resampling.BICUBIC)
+    assert np.array_equal(att.overlay(photo), att.overlay(squashed))
+    first = replace(att, scores=scores[:, 0], target=att.target[:, 0])
+    assert np.array_equal(att.overlay(photo), first.overlay(photo)), "the first class"
+    half = replace(att, extent=(4, 4))
+    assert not np.array_equal(half.overlay(photo), att.overlay(photo))
+    tensor = att.preprocess.tensor(photo)  # type: ignore[union-attr]
+    assert np.array_equal(att.overlay(tensor), att.overlay(photo.resize((8, 8), Image.Resampling.BICUBIC)))
+    with pytest.raises(pl.PatchlightError, match="as one preprocessed"):
+        att.overlay(tensor[None])
+    with pytest.raises(pl.PatchlightError, match="as one preprocessed"):
+        replace(att, preprocess=None).overlay(tensor)
+    sound = replace(att, axes=("frequency", "time"))
+    with pytest.raises(pl.PatchlightError, match="only maps of images have overlays; this map has frequency and time"):
+        sound.overlay(photo)
+
+
+def test_a_plot_is_of_one_map_of_one_image() -> None:
+    axes = Figure().subplots()
+    full().plot(axes, index=-1)
+    assert axes.get_title() == "test: c0"
+    tall = Figure().subplots()
+    attribution(torch.rand(1, 30, 1)).plot(tall)
+    assert (tall.get_xlabel(), len(tall.patches)) == ("tile", 30)
+
+
+def test_a_mask_may_have_every_cell_and_k_too() -> None:
+    att = attribution(torch.rand(1, 2, 3))
+    assert bool(att.mask(1).all())
+    assert att.top_patches(6).shape == (1, 6, 2)
+    assert att.top_patches(1).shape == (1, 1, 2)
+    for fraction in (-0.1, 1.01):
+        with pytest.raises(pl.PatchlightError, match="give a number above 0, at most 1"):
+            att.mask(fraction)
+    with pytest.raises(pl.PatchlightError, match="k is 0"):
+        att.top_patches(0)
+
+
+def test_versions_of_what_is_installed() -> None:
+    installed = versions()
+    assert {"python", "patchlight", "torch", "timm", "transformers", "torchvision"} >= set(installed)
+    assert {name: installed[name] for name in ("patchlight", "torch")} == {
+        "patchlight": pl.__version__,
+        "torch": metadata.version("torch"),
+    }
+    installed["torch"] = "another"
+    assert versions()["torch"] != "another"

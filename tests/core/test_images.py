@@ -7,21 +7,25 @@ import struct
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    MAX_PIXELS,
     Preprocess,
+    array_picture,
     in_batches,
     list_images,
     open_image,
+    open_mask,
     to_batch,
 )
 
@@ -70,6 +74,12 @@ def test_preprocessing_is_timms(options: dict[str, object], size: tuple[int, int
     for seed, (width, height) in enumerate([(31, 47), (333, 500), (501, 333), (64, 64), (225, 224), (1023, 77)]):
         image = noise(width, height, seed=seed)
         torch.testing.assert_close(ours.tensor(image), theirs(image), rtol=0, atol=1e-6)
+
+
+def test_defaults_are_imagenets() -> None:
+    assert (IMAGENET_MEAN, IMAGENET_STD) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    assert Preprocess((1, 1)).crop(noise(9, 9)).size == (1, 1)
+    assert Preprocess((1, MAX_PIXELS)).size == (1, 100_000_000)
 
 
 def test_picture_undoes_tensor() -> None:
@@ -240,3 +250,219 @@ def test_labels_of_a_loader_in_any_form() -> None:
     assert (count, [len(batch) for batch in batches]) == (None, [4, 4, 4, 4, 2])
     assert labels == [3, 4] * 4 + ["a", "b"] + [5] * 5 + ["cat", 3, 4]
     assert {type(label) for label in labels} == {int, str}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": (0, 8)},
+        {"size": (8, MAX_PIXELS + 1)},
+        {"crop_pct": 0.0},
+        {"crop_pct": 9.0},
+        {"crop_pct": 1e-4},
+        {"mean": ()},
+        {"mean": (0.5,)},
+        {"std": (0.5, 0.0, 0.5)},
+        {"mean": (0.5, float("nan"), 0.5)},
+        {"std": (0.5, float("inf"), 0.5)},
+    ],
+)
+def test_impossible_preprocessing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PatchlightError, match=r"not a possible image size|need one finite mean and std per channel"):
+        Preprocess(**{"size": (8, 8), **options})
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "image", "expected"),
+    [
+        (Preprocess((64, 32)), (100, 100), ((0, 0, 100, 100), (64, 64), (16, 0))),
+        (Preprocess((64, 64), crop_pct=0.5), (100, 50), ((0, 0, 100, 50), (256, 128), (96, 32))),
+        (Preprocess((64, 64), fit="squash"), (100, 50), ((0, 0, 100, 50), (64, 64), (0, 0))),
+        (Preprocess((64, 64), fit="pad"), (100, 50), ((0, 0, 100, 100), (64, 64), (0, 0))),
+        (Preprocess((64, 32), fit="pad-mean"), (50, 50), ((0, 0, 50, 100), (32, 64), (0, 0))),
+        (Preprocess((64, 64)), (101, 100), ((0, 0, 101, 100), (64, 64), (0, 0))),
+        (Preprocess((64, 63)), (101, 100), ((0, 0, 101, 100), (65, 64), (1, 0))),
+        (Preprocess((63, 64)), (100, 101), ((0, 0, 100, 101), (64, 65), (0, 1))),
+        (Preprocess((8, 8), crop_pct=0.62), (10, 10), ((0, 0, 10, 10), (12, 12), (2, 2))),
+        (Preprocess((8, 8), crop_pct=0.72), (10, 10), ((0, 0, 10, 10), (11, 11), (2, 2))),
+        (Preprocess((8, 8), crop_pct=0.72, corner="down"), (10, 10), ((0, 0, 10, 10), (11, 11), (1, 1))),
+        (Preprocess((8, 8), crop_pct=1.3, corner="down"), (10, 10), ((0, 0, 10, 10), (6, 6), (-1, -1))),
+        (Preprocess((8, 8), crop_pct=1.1, corner="down"), (10, 10), ((0, 0, 10, 10), (7, 7), (-1, -1))),
+        (Preprocess((8, 8), crop_pct=1.1, corner="inward"), (10, 10), ((0, 0, 10, 10), (7, 7), (0, 0))),
+        (Preprocess((8, 8)), (2000, 10), ((900, 0, 1100, 10), (160, 8), (76, 0))),
+        (Preprocess((8, 8)), (10, 2001), ((0, 900, 10, 1100), (8, 160), (0, 76))),
+    ],
+)
+def test_framing(preprocess: Preprocess, image: tuple[int, int], expected: tuple[Any, ...]) -> None:
+    assert preprocess.framing(*image) == expected
+
+
+def test_padding_has_its_colour_and_its_side() -> None:
+    red = Image.new("RGB", (8, 4), "red")
+    for fit, colour in (("pad", (0, 0, 0)), ("pad-mean", (128, 51, 0))):
+        cut = Preprocess((8, 8), mean=(0.5, 0.2, 0.0), interpolation="nearest", fit=fit).crop(red)  # type: ignore[arg-type]
+        assert [cut.getpixel((3, y)) for y in (0, 3, 4, 7)] == [(255, 0, 0)] * 2 + [colour] * 2
+    grey = Preprocess((8, 8), mean=(0.2,), std=(1.0,), interpolation="nearest", fit="pad-mean")
+    assert grey.crop(Image.new("L", (4, 8), 255)).getpixel((7, 3)) == 51
+    unknown = Preprocess((4, 4), interpolation="sinc").crop(noise(9, 9))
+    assert np.array_equal(unknown, Preprocess((4, 4), interpolation="bicubic").crop(noise(9, 9)))
+
+
+def test_boxes_move_with_their_image() -> None:
+    preprocess = Preprocess(
+        (64, 32), crop_pct=0.5
+    )  # an image of 50 x 100 is resized to 64 x 128, and the centre is cut
+    boxes = torch.tensor([[0.0, 0.0, 50.0, 100.0], [15.0, 30.0, 20.0, 60.0], [0.0, 0.0, 10.0, 90.0], [20, 0, 30, 20]])
+    moved = preprocess.boxes(boxes, (50, 100))
+    torch.testing.assert_close(moved, torch.tensor([[0, 0, 32, 64], [3.2, 6.4, 9.6, 44.8]]))
+    assert torch.equal(preprocess.boxes(boxes.long(), (50, 100)), moved)
+    back = preprocess.boxes_on_photograph(moved, (50, 100))
+    torch.testing.assert_close(back, torch.tensor([[12.5, 25, 37.5, 75], [15, 30, 20, 60]]))
+    outside = torch.tensor([[-500.0, -500.0, 500.0, 500.0]])
+    assert preprocess.boxes_on_photograph(outside, (50, 100)).tolist() == [[0, 0, 50, 100]]
+    for wrong in (torch.rand(4), torch.rand(2, 5)):
+        with pytest.raises(PatchlightError, match=r"boxes have shape .*; give \[n,4\]"):
+            preprocess.boxes(wrong, (50, 100))
+
+
+def test_a_mask_is_cropped_without_new_values() -> None:
+    mask = torch.zeros(100, 50, dtype=torch.int16)
+    mask[30:60, 15:20] = 900
+    cut = Preprocess((64, 32), crop_pct=0.5).mask(mask)
+    assert (cut.dtype, cut.unique().tolist()) == (torch.int16, [0, 900])
+    assert (cut == 900).nonzero().amin(0).tolist() == [6, 3]
+    assert (cut == 900).nonzero().amax(0).tolist() == [44, 9]
+    for wrong in (mask.float(), mask[None]):
+        with pytest.raises(PatchlightError, match=r"give integers \[H,W\]"):
+            SMALL.mask(wrong)
+
+
+def test_pixels_of_grey_and_of_colours() -> None:
+    grey = Preprocess((2, 2), mean=(0.5,), std=(0.25,))
+    pixels = grey.pixels(torch.tensor([[[[-2.0, 0.0], [1.0, 9.0]]]]))
+    assert pixels.shape == (1, 3, 2, 2)
+    assert pixels[0, 2].tolist() == [[0, 0.5], [0.75, 1]]
+    assert grey.picture(torch.zeros(1, 2, 2)).getpixel((1, 1)) == (128, 128, 128)
+    for shape in ((2, 4, 4), (1, 3, 4, 4)):
+        with pytest.raises(PatchlightError, match=r"is not a picture; give \[1,H,W\] or \[3,H,W\]"):
+            SMALL.picture(torch.zeros(shape))
+
+
+def test_arrays_as_pictures() -> None:
+    levels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    assert np.array_equal(array_picture(levels), levels)
+    assert np.array_equal(array_picture(levels.transpose(2, 0, 1), layout="[C,H,W]"), levels)
+    assert array_picture(levels[..., 0]).mode == array_picture(levels[..., :1]).mode == "L"
+    assert np.array_equal(array_picture(levels[..., 0], layout="[C,H,W]"), levels[..., 0])
+    assert array_picture(levels.repeat(2, 2)[..., :4]).mode == "RGBA"
+    assert np.asarray(array_picture(np.array([[0.0, 0.5, 1.0]]))).tolist() == [[0, 128, 255]]
+    for wrong, sentence in (
+        (levels[..., :2], r"shape \[2, 4, 2\]; give \[H,W,C\] or \[H,W\], C being 1, 3 or 4"),
+        (levels[:0], "shape"),
+        (levels[0, 0], "shape"),
+        (levels[None], "shape"),
+        (levels.astype(np.int64), "type int64; give uint8 values"),
+        (levels - 0.5, "from -0.5 to 22.5; give uint8 values from 0 to 255, or floats from 0 to 1"),
+        (levels / 23 * 1.01, "from 0 to 1.01"),
+        (levels / 23 * np.nan, "from nan to nan"),
+    ):
+        with pytest.raises(PatchlightError, match=f"the photo has .*{sentence}"):
+            array_picture(wrong, "the photo")
+
+
+def test_a_mask_is_opened_as_it_is_stored(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    palette = Image.fromarray(np.array([[1, 7, 7], [7, 7, 7]], dtype=np.uint8))
+    palette.putpalette([255 - i // 3 for i in range(768)])
+    palette.save(tmp_path / "mask.png", exif=exif)
+    assert np.asarray(open_mask(tmp_path / "mask.png")).tolist() == [[1, 7, 7], [7, 7, 7]]
+
+
+def test_what_is_no_image_is_refused() -> None:
+    for wrong, sentence in (
+        (7, "images are a int; give paths"),
+        (None, "images are None"),
+        ([], "no images were given"),
+        ([7], "an image was given as int"),
+        ([torch.zeros(3, 64, 64), torch.zeros(3, 32, 32)], r"shapes \[3, 64, 64\] and \[3, 32, 32\]"),
+        (torch.zeros(2, 3, 64, 32), r"this model takes \[B,3,64,64\]"),
+        (torch.zeros(2, 1, 64, 64), r"this model takes \[B,3,64,64\]"),
+        (torch.zeros(64, 64), "this model takes"),
+        (torch.zeros(0, 3, 64, 64), "images are empty"),
+        (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), "images have dtype torch.uint8"),
+        (torch.full((1, 3, 64, 64), float("inf")), "NaN or infinity"),
+    ):
+        with pytest.raises(PatchlightError, match=sentence):
+            to_batch(wrong, SMALL)
+    with pytest.raises(PatchlightError, match="an image was given as int"):
+        open_image(7)  # type: ignore[arg-type]
+    with pytest.raises(PatchlightError, match=r"takes 2 channels, not pictures; give a preprocessed \[B,2,64,64\]"):
+        to_batch(noise(9, 9), SMALL, channels=2)
+
+
+def test_all_forms_of_a_batch_are_the_same() -> None:
+    pictures = [noise(70, 90, seed=seed) for seed in range(3)]
+    arrays = np.stack([np.asarray(picture) for picture in pictures])
+    batch = to_batch(pictures, SMALL)
+    assert batch.shape == (3, 3, 64, 64)
+    for images in (arrays, list(arrays), tuple(pictures), batch, list(batch)):
+        assert torch.equal(to_batch(images, SMALL), batch)
+    assert torch.equal(to_batch(pictures[0], SMALL), batch[:1])
+    assert torch.equal(to_batch(batch[0], SMALL), batch[:1])
+    assert torch.equal(to_batch(pictures, SMALL, channels=1), batch.mean(1, keepdim=True))
+
+
+def test_every_image_is_noted() -> None:
+    notes: list[Image.Image | None] = []
+    for images in (noise(9, 9), [noise(9, 9)] * 2, torch.zeros(2, 3, 64, 64), [torch.zeros(3, 64, 64)] * 3):
+        to_batch(images, SMALL, note=notes.append)
+    assert [note is None for note in notes] == [False] * 3 + [True] * 5
+
+
+def test_batches_of_any_source() -> None:
+    class Indexed:
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return images[index]
+
+    images = torch.rand(5, 3, 64, 64)
+    pictures = [noise(70, 90, seed=seed) for seed in range(5)]
+    prepared = to_batch(pictures, SMALL)
+    sources: list[tuple[Any, torch.Tensor, int | None]] = [
+        (images, images, 5),
+        (list(images), images, 5),
+        (pictures, prepared, 5),
+        (np.stack([np.asarray(picture) for picture in pictures]), prepared, 5),
+        (Indexed(), images, None),
+        (iter(pictures), prepared, None),
+        (iter([images[:3], images[3:]]), images, None),
+        (iter([[images[:3], torch.arange(3)], (images[3:], torch.arange(2))]), images, None),
+        (iter([list(images[:3]), list(images[3:])]), images, None),
+    ]
+    for source, expected, number in sources:
+        count, batches = in_batches(source, 2, SMALL)
+        parts = list(batches)
+        assert (count, [len(part) for part in parts]) == (number, [2, 2, 1])
+        assert torch.equal(torch.cat(parts), expected)
+    assert [len(part) for part in in_batches(iter([images, images[:3]]), 4, SMALL)[1]] == [4, 4]
+    count, batches = in_batches(pictures[0], 2, SMALL)
+    assert (count, [len(part) for part in batches]) == (1, [1])
+
+
+def test_labels_that_a_stream_lacks() -> None:
+    images = torch.zeros(2, 3, 64, 64)
+    for source in (images, list(images), iter([images]), iter([(images,)])):
+        with pytest.raises(PatchlightError, match="these images have no labels"):
+            list(in_batches(source, 2, SMALL, labels=[])[1])
+    with pytest.raises(PatchlightError, match="3 labels were given for 2 images"):
+        list(in_batches(iter([(images, [1, 2, 3])]), 2, SMALL, labels=[])[1])
+
+
+def test_the_limit_of_pixels_is_the_last_size_that_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchlight.core.images.MAX_PIXELS", 100)
+    assert open_image(Image.new("RGB", (10, 10))).size == (10, 10)
+    with pytest.raises(PatchlightError, match="the PIL image is too large: 10 x 11; at most 0 million pixels"):
+        open_image(Image.new("RGB", (10, 11)))

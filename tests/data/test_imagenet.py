@@ -87,7 +87,7 @@ def test_boxes_csv(flat: Path) -> None:
     write(boxes, header + first.replace("2.5", "left") + second)
     assert "has 'left' instead of a number" in refused(flat)
     write(boxes, header + first.replace("40,30", "60,80") + second)
-    assert "refer to an image of 60 x 80 pixels, but it has 40 x 30, which are other proportions" in unreadable(flat)
+    assert "refer to an image of 60 x 80 pixels, but it has 40 x 30, with other proportions" in unreadable(flat)
     write(boxes, header + first.replace("30,20,", "30,3,") + second)
     assert "give xmin < xmax and ymin < ymax" in unreadable(flat)
     write(boxes, header.replace("ymax", "bottom") + first)

@@ -155,5 +155,5 @@ def test_alone_a_process_has_all_batches() -> None:
     devices = Devices(toy())
     loader, network = batches(), torch.nn.Linear(2, 2)
     assert devices.share(loader) is loader
-    assert devices.joined(network) is network
+    assert devices.parallel(network) is network
     assert (devices.rank, devices.main) == (0, True)

@@ -66,7 +66,7 @@ class Student(loop.Learner[Told]):
         self.vit, self.settings, self.devices = vit, settings, devices
         torch.manual_seed(settings.seed)
         self.network = nn.Linear(3 * SIDE * SIDE, vit.classes)
-        self.joined = devices.joined(self.network)
+        self.parallel = devices.parallel(self.network)
         self.names = dict(self.network.named_parameters())
         self.adam = torch.optim.Adam(self.names.values(), settings.rate)
 
@@ -76,7 +76,7 @@ class Student(loop.Learner[Told]):
         shown = torch.rand(images.shape, generator=generator) < 0.8
         with torch.no_grad(), casting(self.vit, self.settings.precision):
             want = self.vit.readout(self.vit.run(self.vit.embed(images))).float()
-        found = self.joined((images * shown).flatten(1))
+        found = self.parallel((images * shown).flatten(1))
         loss = F.mse_loss(found, want)
         self.devices.backward(loss)
         self.adam.step()
@@ -101,7 +101,7 @@ def teach(
 ) -> tuple[nn.Linear, dict[str, Any]]:
     """A student of the toy, and its last report."""
     vit = toy() if vit is None else vit
-    settings = settings.decided(vit)
+    settings = settings.with_precision(vit)
     frozen = lowered(vit, settings.precision)
     devices = Devices(frozen)
     shared = devices.share(batches() if loader is None else loader)

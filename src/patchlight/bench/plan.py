@@ -324,7 +324,7 @@ def as_planned(data: Data, images: Images) -> Data:
 
 def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
     """Indices of the images to use, and a note if there are fewer than requested."""
-    chosen, requested = recipe.data.chosen(data.names, recipe.seed), recipe.data.images
+    chosen, requested = recipe.data.select_indices(data.names, recipe.seed), recipe.data.images
     if requested is None or len(chosen) == requested:
         return chosen, []
     where = "data" if recipe.data.list is None else "list"

@@ -15,7 +15,7 @@ from patchlight.core.errors import PatchlightError
 
 
 def _callback() -> Any:
-    """The base class of callbacks, of the package that is imported, else of the one that is installed."""
+    """The base class of callbacks, from the package that is imported, or else from an installed one."""
     for name in sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules):
         try:
             return importlib.import_module(name).Callback

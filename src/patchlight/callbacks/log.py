@@ -38,9 +38,9 @@ from patchlight.study.evaluate import evaluate
 FLOOR = "random"
 """The method whose number is the level of chance."""
 _SHARDED = ("ds_id", "_is_flat_param", "_fsdp_flattened")
-"""Attributes that DeepSpeed's ZeRO-3 and FullyShardedDataParallel set on sharded parameters."""
+"""Attributes of parameters that are sharded by DeepSpeed's ZeRO-3 or FullyShardedDataParallel."""
 _TRIES = 2
-"""How often a part that takes too long is tried: the first time includes warm-up."""
+"""How often a part that takes too long is tried; the first time includes warm-up."""
 
 
 class Budget:
@@ -65,7 +65,7 @@ class Budget:
         self.began = monotonic() if self.began is None else self.began
 
     def lacks(self) -> str:
-        """Why there is no time now; empty if there is."""
+        """Why there is not enough time; empty if there is."""
         if self.share is None or self.began is None or not self.last:
             return ""
         allowed = self.share * (monotonic() - self.began)
@@ -141,7 +141,7 @@ class TrainingLog:
         targets = resolve_targets(target, len(self.images), self.vit.outcomes, self.vit.labels)
         if targets is not None and targets.count != 1:
             raise PatchlightError(f"target has {targets.count} classes per image; give one class per image")
-        self._methods = resolve_all(method, {}, Request, "method", lambda name, own: resolve(name, own))
+        self._methods = resolve_all(method, {}, Request, "method", resolve)
         for request in self._methods:
             check_supported(request.suited(self.vit), self.vit)
         self._metrics = [] if metric is None else resolve_all(metric, {}, MetricRequest, "metric", _quick)
@@ -159,9 +159,9 @@ class TrainingLog:
         if step % self.every or step == self._last or _rank():
             return
         self._last = step
-        lacking = self._budget.lacks()
-        if lacking:
-            self._warn_once("budget", f"step {step} is not logged: {lacking}; give a larger budget= or every=")
+        reason = self._budget.lacks()
+        if reason:
+            self._warn_once("budget", f"step {step} is not logged: {reason}; give a larger budget= or every=")
             return
         try:
             self.log(step)
@@ -194,7 +194,7 @@ class TrainingLog:
             self._write = open_writer(writer())
 
     def _measure_step(self, step: int) -> tuple[dict[str, float], dict[str, Image.Image]]:
-        """Maps first, then the numbers of one method after another, as long as there is time."""
+        """Compute the maps, then the numbers of each method, as long as there is time."""
         numbers: dict[str, float] = {}
         pictures: dict[str, Image.Image] = {}
         maps = Attributions()
@@ -250,7 +250,7 @@ def log_maps(model: Anatomy | nn.Module, images: Any, writer: Any, step: int, **
 
 
 def _quick(label: str, settings: Any) -> MetricRequest:
-    """A metric; with its quick settings if none were given."""
+    """A metric, with its quick settings by default."""
     name = str(settings.get("metric", label))
     return resolve_metric(label, settings if {*settings} - {"metric"} else {**METRICS.find(name).quick, **settings})
 

@@ -85,7 +85,7 @@ def _to_tensorboard(writer: Any) -> Write:
 
 
 def _to_wandb(run: Any) -> Write:
-    """Write to a wandb run with a step axis of its own, because wandb counts all logging calls as steps."""
+    """Write to a wandb run with a separate step axis, because wandb counts every logging call as a step."""
     run.define_metric("patchlight/step")
     run.define_metric("patchlight/*", step_metric="patchlight/step")
 

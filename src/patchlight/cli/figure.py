@@ -67,7 +67,7 @@ def figure(
         from patchlight.zoo import pocket
 
         every = open_images(images or [pocket.PHOTOS], data, vit.labels, listed)
-        shown = every.select(DataSpec(kind=data or "folder", images=limit).chosen(every.names))
+        shown = every.select(DataSpec(kind=data or "folder", images=limit).select_indices(every.names))
         index = None if target is None else read_class(target, vit.outcomes, vit.labels)
     options: dict[str, Any] = {"target": index, "other": loaded, "explainer": explainer, "numbers": numbers}
     drawn = draw(row["name"], vit, shown, path, seed=seed, **options, **own_settings)

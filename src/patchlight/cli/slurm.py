@@ -42,7 +42,7 @@ def print_job(
     report = [*program, "bench", "report", str(out), "--html", str(out / "report.html")]
     for plugin in chosen.plugin or ():
         report += ["--plugin", plugin]
-    chosen.recipe.data.check_given()
+    chosen.recipe.data.check_path()
     text = script(chosen.recipe.name, str(out), run, report, job)
     (out / "logs").mkdir(parents=True, exist_ok=True)  # SLURM writes there before the first task starts
     show_text(text)

@@ -1,4 +1,4 @@
-"""Data sets: images with classes, boxes and masks, cropped as the model sees them."""
+"""Data sets: images with classes, boxes and masks, cropped as for the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from patchlight.data.datasets import from_dataset as from_dataset
 
 
 def takes_classes(kind: str) -> bool:
-    """Whether data of this kind can use the class numbers of a model, with `classes=vit.labels`."""
+    """Whether a kind of data can use the class numbers of a model, with `classes=vit.labels`."""
     return "classes" in settings_of(KINDS.find(kind).function)
 
 
@@ -44,11 +44,11 @@ def open_data(kind: str, path: str | Path | None = None, **options: Any) -> Data
     entry = KINDS.find(kind)
     if path is None and not entry.made_up:
         raise PatchlightError(f"data set '{kind}' needs a path; give its folder")
-    known = settings_of(entry.function)
+    settings = settings_of(entry.function)
     for option, value in options.items():
-        if option not in known:
-            raise PatchlightError(f"data set '{kind}' has no option '{option}'; {nearest(option, known)}")
-        known[option].checked(value, kind)
+        if option not in settings:
+            raise PatchlightError(f"data set '{kind}' has no option '{option}'; {nearest(option, settings)}")
+        settings[option].checked(value, kind)
     data: Data = entry.function(path, **options)
     return data
 
@@ -61,14 +61,14 @@ def open_images(
     Args:
         paths: Files and folders, or the path of a data set.
         kind: The kind of data set; None for plain images.
-        classes: The labels of the model, whose class numbers the data set uses if it can.
+        classes: The labels of the model; the data set uses its class numbers if possible.
         listed: A file that lists the images to use.
     """
     if kind is not None:
         if len(paths) > 1:
             raise PatchlightError(f"{len(paths)} paths were given; a data set of kind '{kind}' has one")
         data = open_data(kind, paths[0], **({"classes": classes} if classes and takes_classes(kind) else {}))
-        return data if listed is None else data.listed(listed)
+        return data if listed is None else data.select_listed(listed)
     files: dict[str, Path] = {}
     for path in paths:
         root = path if path.is_dir() else path.parent
@@ -76,4 +76,4 @@ def open_images(
             name = file.relative_to(root).as_posix()
             files[name if len(paths) == 1 or name not in files else file.as_posix()] = file
     data = Data(paths[0].name, list(files), lambda name: Sample(name, open_image(files[name])))
-    return data if listed is None else data.listed(listed)
+    return data if listed is None else data.select_listed(listed)

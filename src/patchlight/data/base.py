@@ -24,7 +24,7 @@ from patchlight.core.registry import Entry, Registry, make_decorator
 
 T = TypeVar("T")
 SLACK = 1.0
-"""Pixels by which a box may exceed its image: annotations are rounded, and count from 0 or from 1."""
+"""Pixels by which a box may exceed its image, because annotations are rounded and start at 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Sample:
         label: The class.
         boxes: Boxes [n,4]: xmin, ymin, xmax, ymax.
         mask: A mask [H,W] int8: 1 object, 0 background, -1 not labelled.
-        regions: Class indices [H,W] int16 and -1, if several classes are annotated; `mask` is then the largest class.
+        regions: Class indices [H,W] int16, or -1, if several classes are annotated; `mask` is then the largest class.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Sources:
     Attributes:
         files: The files of the sample: image, mask, boxes.
         label: Its class, if it is known before the mask is read.
-        values: Everything else that the sample depends on, as plain values, such as boxes from a table.
+        values: All other dependencies of the sample as plain values, such as boxes from a table.
         present: Its other annotations: "boxes", "masks", and "labels" if the mask determines the class.
     """
 
@@ -66,7 +66,7 @@ class Sources:
 
     @property
     def annotations(self) -> set[str]:
-        """The annotations that it has: labels, boxes and masks."""
+        """The available annotations: "labels", "boxes", "masks"."""
         return {*self.present, *(() if self.label is None else ("labels",))}
 
 
@@ -79,8 +79,8 @@ class Data:
         names: The names of the samples, unique and stable.
         read: Reads a sample by name.
         labels: The names of the classes.
-        sources: The origin of a sample by name, for data in files; the benchmark uses it to notice changes without
-            decoding images.
+        sources: Returns the origin of a sample by name, for data in files; the benchmark detects changes with it
+            without decoding images.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Data:
         labels: Sequence[str] | None = None,
         annotate: Callable[[Sample, Sources], Sample] | None = None,
     ) -> Data:
-        """Samples in files, the first of which is the image; `annotate` adds the annotations in the others."""
+        """Samples in files, the first of which is the image; `annotate` adds the annotations from the other files."""
         return cls(name, names, partial(_read_files, sources, annotate), labels, sources)
 
     def __len__(self) -> int:
@@ -125,14 +125,14 @@ class Data:
             raise PatchlightError(f"no sample {wrong} in data set '{self.name}'; it has 0 to {len(self) - 1}")
         return replace(self, names=[self.names[i] for i in selected[::every]])
 
-    def listed(self, file: str | Path) -> Data:
+    def select_listed(self, file: str | Path) -> Data:
         """The samples listed in a file, in its order: see `read_list`."""
         return self.select(read_list(file, self.names))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples for a model; annotations are None if no sample has any.
+    """Preprocessed samples; annotations are None if no sample has any.
 
     Attributes:
         names: The names of the samples.
@@ -140,7 +140,7 @@ class Batch:
         labels: Classes [B] int64; -1 for samples without one.
         boxes: Boxes [n,4] of each image on the model's input, [0,4] if there are none inside.
         masks: Masks [B,H,W] int8 on the model's input; all -1 for samples without one.
-        failures: Name and reason of samples that could not be read; they are not part of the batch.
+        failures: Name and reason of the samples that could not be read, which are not in the batch.
     """
 
     names: list[str]
@@ -167,7 +167,7 @@ def _read_files(
 
 
 def load_batch(data: Data, indices: Iterable[int], vit: Anatomy | Preprocess, workers: int = 0) -> Batch:
-    """The samples with these indices, preprocessed for a model, read by this many threads."""
+    """The samples with these indices, preprocessed for a model; `workers` threads read them."""
     return next(_batches(data, [list(indices)], vit, workers))
 
 
@@ -235,28 +235,28 @@ def _prepare(sample: Sample, preprocess: Preprocess, channels: int) -> _Prepared
 
 
 def _stack(items: Sequence[_Item], shape: tuple[int, int, int]) -> Batch:
-    good = [item for item in items if isinstance(item, _Prepared)]
-    labels = [-1 if item.label is None else item.label for item in good]
-    boxes = [torch.empty(0, 4) if item.boxes is None else item.boxes for item in good]
+    prepared = [item for item in items if isinstance(item, _Prepared)]
+    labels = [-1 if item.label is None else item.label for item in prepared]
+    boxes = [torch.empty(0, 4) if item.boxes is None else item.boxes for item in prepared]
     blank = torch.full(shape[1:], -1, dtype=torch.int8)
-    masks = [blank if item.mask is None else item.mask for item in good]
+    masks = [blank if item.mask is None else item.mask for item in prepared]
     return Batch(
-        names=[item.name for item in good],
-        images=torch.stack([item.image for item in good]) if good else torch.empty(0, *shape),
-        labels=torch.tensor(labels) if any(item.label is not None for item in good) else None,
-        boxes=boxes if any(item.boxes is not None for item in good) else None,
-        masks=torch.stack(masks) if any(item.mask is not None for item in good) else None,
+        names=[item.name for item in prepared],
+        images=torch.stack([item.image for item in prepared]) if prepared else torch.empty(0, *shape),
+        labels=torch.tensor(labels) if any(item.label is not None for item in prepared) else None,
+        boxes=boxes if any(item.boxes is not None for item in prepared) else None,
+        masks=torch.stack(masks) if any(item.mask is not None for item in prepared) else None,
         failures=[item for item in items if not isinstance(item, _Prepared)],
     )
 
 
 def labelled(batch: Batch) -> Batch:
-    """The batch without the samples that have no class; these become failures."""
+    """The samples of a batch that have a class; all others become failures."""
     rows = [] if batch.labels is None else (batch.labels >= 0).nonzero().flatten().tolist()
     if len(rows) == len(batch.names):
         return batch
-    without = [(name, f"'{name}' has no label") for i, name in enumerate(batch.names) if i not in rows]
-    return replace(batch.select(rows), failures=[*batch.failures, *without])
+    unlabelled = [(name, f"'{name}' has no label") for i, name in enumerate(batch.names) if i not in rows]
+    return replace(batch.select(rows), failures=[*batch.failures, *unlabelled])
 
 
 def largest_region(regions: Tensor, name: str) -> tuple[Tensor, int]:
@@ -346,7 +346,7 @@ def as_index(word: str) -> int | None:
 
 
 def read_pairs(path: Path) -> dict[str, str]:
-    """Labels by image from lines `name,label` or `name label`; a header and lines that begin with # are skipped."""
+    """Labels by image from lines `name,label` or `name label`, without a header and lines that begin with #."""
     pairs: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines()):
         try:
@@ -375,8 +375,8 @@ def read_list(file: str | Path, names: Sequence[str]) -> list[int]:
         names: The names of all images of the data set.
     """
     path = Path(file)
-    every = ((number, line.strip()) for number, line in enumerate(read_text(path).split("\n"), 1))
-    lines = {number: line.removeprefix("- ").strip() for number, line in every if line and not line.startswith("#")}
+    stripped = ((number, line.strip()) for number, line in enumerate(read_text(path).split("\n"), 1))
+    lines = {number: line.removeprefix("- ").strip() for number, line in stripped if line and not line.startswith("#")}
     if not lines:
         raise PatchlightError(f"'{path}' lists no images; write one name or index per line")
     numbers = all(line.isascii() and line.isdecimal() for line in lines.values())
@@ -431,14 +431,14 @@ def look_up(
     what: str = "line",
     endings: Mapping[str, str] | None = None,
 ) -> dict[str, T]:
-    """The entries of a table by image, which the table may name by path or file name, with or without suffix.
+    """The entries of a table by image; the table has paths or file names, with or without suffix.
 
     Args:
         names: The images.
         table: The entries, each of one image.
         path: The file of the table in errors.
         what: What an entry is called in errors.
-        endings: Keys of the table by the endings of their paths.
+        endings: Keys of the table by the ends of their paths.
     """
     entries: dict[str, T] = {}
     named: dict[str, str] = {}
@@ -464,7 +464,7 @@ def bare(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kind(Entry):
-    """A kind of data set: a function of a path and options that returns Data; if `made_up`, it needs no path."""
+    """A kind of data set: a function of a path and options that returns Data; if `made_up`, it is generated."""
 
     made_up: bool = False
 

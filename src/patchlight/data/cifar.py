@@ -33,7 +33,9 @@ def open_cifar10(path: str | Path, split: str = "test") -> Data:
 
 
 def read_cifar10(folder: str | Path, split: str = "test") -> Part:
-    """A split of CIFAR-10 in a folder or its sub-folders `cifar-10-batches-bin` and `package`, in one of these layouts.
+    """Read a split of CIFAR-10 from a folder or its sub-folders `cifar-10-batches-bin` and `package`.
+
+    One of these layouts is used:
 
     * the binary version: `data_batch_1.bin` to `data_batch_5.bin`, `test_batch.bin` (records of one label byte and
       3072 planar pixel bytes); only the files of the split are needed;

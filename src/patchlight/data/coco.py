@@ -29,7 +29,7 @@ class Runs(BaseModel):
 
 
 Outline = list[list[float]] | Runs
-"""An object: polygons x, y, x, y, …, or the runs of a mask."""
+"""The outline of an object: polygons x, y, x, y, …, or the runs of a mask."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Scene:
         return torch.tensor(boxes) if boxes else None
 
     def values(self) -> Any:
-        """Everything that boxes and mask depend on, as plain values."""
+        """All dependencies of boxes and mask, as plain values."""
         things = [(thing.box, thing.crowd, thing.outline) for thing in self.things]
-        return [self.size, [(*each, o.model_dump() if isinstance(o, Runs) else o) for *each, o in things]]
+        return [self.size, [(box, crowd, o.model_dump() if isinstance(o, Runs) else o) for box, crowd, o in things]]
 
     def annotations(self) -> set[str]:
-        """The annotations that it has: boxes and masks."""
+        """The available annotations: "boxes", "masks"."""
         objects = [thing for thing in self.things if not thing.crowd]
         boxes = {"boxes" for thing in objects if thing.box is not None}
         return boxes | {"masks" for thing in objects if thing.outline is not None}
@@ -84,16 +84,16 @@ class Scene:
         if all(crowd for crowd, _ in areas):
             return None
         mask = np.zeros((size[1], size[0]), np.int8)
-        for crowd, inside in sorted(areas, key=lambda each: not each[0]):  # objects overwrite crowds
+        for crowd, inside in sorted(areas, key=lambda area: not area[0]):  # objects overwrite crowds
             mask[inside] = -1 if crowd else 1
         return torch.from_numpy(mask)
 
 
 @dataclass(frozen=True)
 class Coco:
-    """A file of annotations: the names of its categories in the order of their ids, and a scene for each image.
+    """A file of annotations: its categories in the order of their ids, and a scene for each image.
 
-    `endings` maps every unique ending of a path to its image: 'val/1.jpg' has the endings 'val/1' and '1'.
+    `endings` maps each unique end of a path to its image: 'val/1.jpg' has the ends 'val/1' and '1'.
     """
 
     path: Path
@@ -102,7 +102,7 @@ class Coco:
     endings: Mapping[str, str]
 
     def of(self, names: Iterable[str]) -> dict[str, Scene]:
-        """The scenes of images, which the file may name by longer paths or by file names."""
+        """The scenes of images; the file has their paths, possibly longer ones, or file names."""
         return look_up(names, self.scenes, self.path, "entry", self.endings)
 
 
@@ -141,7 +141,7 @@ class _File(BaseModel):
 
 def read_coco(path: Path) -> Coco:
     """Read a file of annotations."""
-    file = _validated(path)
+    file = _parse(path)
     for what, entries in (("images", file.images), ("categories", file.categories)):
         twice = _duplicate(entry.id for entry in entries)
         if twice is not None:
@@ -160,7 +160,7 @@ def read_coco(path: Path) -> Coco:
     return Coco(path, tuple(names.values()), by_name, _endings(by_name))
 
 
-def _validated(path: Path) -> _File:
+def _parse(path: Path) -> _File:
     try:
         return _File.model_validate_json(read_text(path))
     except ValidationError as error:
@@ -210,10 +210,9 @@ def _points(polygon: Sequence[float], name: str) -> npt.NDArray[np.float64]:
 
 
 def inside(corners: npt.NDArray[np.float64], size: tuple[int, int]) -> Mask:
-    """The pixels [H,W] whose centre (column + 0.5, row + 0.5) lies in a polygon with corners [n,2] (even-odd rule).
+    """The pixels [H,W] whose centre (column + 0.5, row + 0.5) is in a polygon with corners [n,2] (even-odd rule).
 
-    A row of centres enters or leaves the polygon wherever it crosses a side, so a pixel is inside if an odd number of
-    crossings is to its left.
+    A pixel is inside if the sides of the polygon cross its row of centres an odd number of times to its left.
     """
     width, height = size
     (x, y), (next_x, next_y) = corners.T, np.roll(corners, -1, 0).T

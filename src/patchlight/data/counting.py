@@ -39,7 +39,7 @@ def counting_grids(
     n ~ Uniform{0..9} red patches and 9 - n others, sampled without replacement, in random order.
 
     Args:
-        count: The number of grids; by default as many as the patches of the part fill (600, 33 and 33).
+        count: The number of grids; by default all that the patches of the part fill (600, 33 and 33).
         seed: Random seed.
         part: "train", "validation" or "test".
         distractors: The number of colours besides red: 5 as in the released code, or 6 as in the paper, with white.
@@ -54,7 +54,7 @@ def counting_grids(
     sizes = {name: round(size * share) for name, size in _SPLIT.items()}
     begin = {"train": 0, "validation": sizes["train"], "test": sizes["train"] + sizes["validation"]}[part]
     pool = pool[begin : begin + sizes[part]]
-    others, reds = pool[pool != RED], int((pool == RED).sum())
+    distractor_patches, reds = pool[pool != RED], int((pool == RED).sum())
     cells = SIDE * SIDE
     if reds < cells:
         raise PatchlightError(f"seed {seed} leaves only {reds} red patches in the {part} part; give another seed")
@@ -64,7 +64,7 @@ def counting_grids(
     for row in grids:
         red = int(rng.integers(cells + 1))
         row[:red] = RED
-        row[red:] = rng.choice(others, cells - red, replace=False)
+        row[red:] = rng.choice(distractor_patches, cells - red, replace=False)
         rng.shuffle(row)
     return draw_grids(torch.from_numpy(grids).view(-1, SIDE, SIDE))
 

@@ -26,7 +26,7 @@ def from_dataset(dataset: Any, names: Sequence[str] | None = None, labels: Seque
     """The samples of a `torch.utils.data.Dataset`, or of any object with a length and an item for each index.
 
     An item is an image, (image, label), (image, target) or a dict with the keys `image` and optionally `label`, `boxes`
-    and `mask`; so is a target.
+    and `mask`. A target is such a dict without `image`.
 
     - An image is a PIL image, a path, or pixels before any normalisation: uint8 from 0 to 255 or floats from 0 to 1, as
       a tensor [C,H,W] or [H,W], or an array [H,W,C] or [H,W].
@@ -60,7 +60,7 @@ def from_dataset(dataset: Any, names: Sequence[str] | None = None, labels: Seque
 
 
 class Reader:
-    """Reads samples by name, one at a time, as a data set may have an open file, which threads cannot share."""
+    """Reads samples by name, one at a time, because threads cannot share an open file of the data set."""
 
     def __init__(self, dataset: Any, names: Sequence[str], labels: Sequence[str] | None) -> None:
         self.dataset, self.names, self.labels = dataset, names, labels
@@ -137,12 +137,12 @@ def _boxes(item: Any, name: str) -> Tensor | None:
 
 
 def _largest(target: Mapping[str, Any], label: int | None, boxes: Tensor | None, name: str) -> Objects:
-    """The given class, or that of the largest object, and the boxes and mask of this class."""
+    """The class (by default that of the largest object), and the boxes and mask of its objects."""
     classes, masks = _array(target["labels"]).reshape(-1), _array(target.get("masks"))
     masks = None if masks is None or not len(masks) else masks.reshape(len(masks), *masks.shape[-2:])
-    for what, each in (("boxes", boxes), ("masks", masks)):
-        if each is not None and len(each) != len(classes):
-            raise PatchlightError(f"'{name}' has {len(classes)} labels and {len(each)} {what}; give one per object")
+    for what, values in (("boxes", boxes), ("masks", masks)):
+        if values is not None and len(values) != len(classes):
+            raise PatchlightError(f"'{name}' has {len(classes)} labels and {len(values)} {what}; give one per object")
     if not len(classes):
         return label, None, None
     if label is None:
@@ -151,7 +151,9 @@ def _largest(target: Mapping[str, Any], label: int | None, boxes: Tensor | None,
         label = _label(classes[int(areas.argmax())], name, None)
     same = classes == label
     if not same.any():
-        raise PatchlightError(f"'{name}' has class {label}, but none of its objects has; give the objects' labels")
+        raise PatchlightError(
+            f"'{name}' has class {label}, but none of its objects has this class; give the labels of the objects"
+        )
     mask = None if masks is None else (masks[same] > 0).any(0)
     return label, None if boxes is None else boxes[torch.from_numpy(same)], mask
 

@@ -25,10 +25,10 @@ from patchlight.data.base import (
     register_data,
 )
 from patchlight.data.coco import Scene, read_coco
-from patchlight.data.notes import Note, read_boxes, scaled
+from patchlight.data.notes import Note, read_boxes, scale_boxes
 
 LAID_OUT = {"labels": "labels.csv", "boxes": "boxes.csv", "masks": "masks", "coco": "coco.json"}
-"""By option, the default file or folder beside the sub-folder `images`."""
+"""The default file or folder of each option, next to the sub-folder `images`."""
 Place = str | Path | None
 
 
@@ -54,22 +54,22 @@ def open_files(
             categories, or the sorted names.
         boxes: A CSV file with the columns image, xmin, ymin, xmax, ymax and one line per box.
         masks: A folder of PNG files with the names of the images: 0 on the background, other values on the object.
-        coco: A JSON file in COCO's format, for annotations that the others do not have: the class of the largest
+        coco: A JSON file in COCO's format, for annotations that are not in the other files: the class of the largest
             object, and the boxes and outlines of all objects of this class.
         ignore: The value of pixels of masks that are not labelled.
     """
     root = existing_folder(path, "images")
-    given = _places(root, {"labels": labels, "boxes": boxes, "masks": masks, "coco": coco})
-    folder = root / "images" if given and (root / "images").is_dir() else root
+    places = _places(root, {"labels": labels, "boxes": boxes, "masks": masks, "coco": coco})
+    folder = root / "images" if places and (root / "images").is_dir() else root
     paths = {escape_surrogates(p.relative_to(folder).as_posix()): p for p in list_images(folder)}
-    if "masks" in given:
-        within = existing_folder(given["masks"], "masks").resolve()
+    if "masks" in places:
+        within = existing_folder(places["masks"], "masks").resolve()
         paths = {name: p for name, p in paths.items() if within not in p.resolve().parents}
     names, title = list(paths), root.resolve().name
-    annotated = read_coco(given["coco"]) if "coco" in given else None
+    annotated = read_coco(places["coco"]) if "coco" in places else None
     scenes = {} if annotated is None else annotated.of(names)
-    words = _words(names, given.get("labels"), None if annotated is None else scenes)
-    if classes is None and annotated is not None and "labels" not in given:
+    words = _words(names, places.get("labels"), None if annotated is None else scenes)
+    if classes is None and annotated is not None and "labels" not in places:
         classes = annotated.categories
     elif classes is None and not all(word.isdecimal() for word in words.values()):
         classes = sorted(set(words.values()))
@@ -77,8 +77,8 @@ def open_files(
     if annotated is not None:  # the annotations of an image's class, if that is a category, else all
         categories = {name: word if word in annotated.categories else None for name, word in words.items()}
         scenes = {name: scene.of(categories.get(name)) for name, scene in scenes.items()}
-    notes = look_up(names, read_boxes(given["boxes"], bare), given["boxes"]) if "boxes" in given else {}
-    files = look_up(names, _pngs(given["masks"]), given["masks"], "PNG") if "masks" in given else {}
+    notes = look_up(names, read_boxes(places["boxes"], bare), places["boxes"]) if "boxes" in places else {}
+    files = look_up(names, _pngs(places["masks"]), places["masks"], "PNG") if "masks" in places else {}
     sources = partial(_sources, paths, numbers, notes, files, scenes, ignore)
     return Data.of_files(title, names, sources, classes, partial(_annotate, notes, scenes, ignore))
 
@@ -88,21 +88,21 @@ def _pngs(folder: Path) -> dict[str, Path]:
 
 
 def _places(root: Path, options: Mapping[str, Place]) -> dict[str, Path]:
-    """The file or folder of each option: the given one, in the folder or elsewhere, or the default one."""
-    named = {option: Path(place) for option, place in options.items() if place is not None}
-    places = {option: root / place if (root / place).exists() else place for option, place in named.items()}
+    """The file or folder of each option: the user's, in the folder or elsewhere, or the default one."""
+    chosen = {option: Path(place) for option, place in options.items() if place is not None}
+    places = {option: root / place if (root / place).exists() else place for option, place in chosen.items()}
     for option in ("labels", "boxes", "coco"):
         if option in places and (places[option].suffix.lower() == ".json") != (option == "coco"):
             expected = "a JSON file" if option == "coco" else "a CSV file; give COCO's JSON as coco"
             raise PatchlightError(f"'{places[option]}' was given as {option}, which takes {expected}")
     if not (root / "images").is_dir():
         return places
-    usual = {option: root / name for option, name in LAID_OUT.items() if (root / name).exists()}
-    return {**usual, **places}
+    defaults = {option: root / name for option, name in LAID_OUT.items() if (root / name).exists()}
+    return {**defaults, **places}
 
 
 def _words(names: Sequence[str], labels: Path | None, scenes: Mapping[str, Scene] | None) -> dict[str, str]:
-    """The known classes of images by name or number."""
+    """The class of each image, if it is known, as a name or a number."""
     if labels is not None:
         return look_up(names, read_pairs(labels), labels)
     if scenes is not None:
@@ -112,7 +112,7 @@ def _words(names: Sequence[str], labels: Path | None, scenes: Mapping[str, Scene
 
 
 def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:
-    """A class given by name or by index."""
+    """The index of a class from its name or index."""
     if classes is not None and word in classes:
         return classes.index(word)
     index = as_index(word)
@@ -126,12 +126,12 @@ def _class_index(word: str, name: str, classes: Sequence[str] | None) -> int:
 def _annotate(
     notes: Mapping[str, Note], scenes: Mapping[str, Scene], ignore: int | None, sample: Sample, sources: Sources
 ) -> Sample:
-    """A sample with its boxes and mask, from tables and files, or else from COCO's JSON."""
+    """Add the boxes and mask of a sample, from tables and files, or else from COCO's JSON."""
     name, size, scene = sample.name, sample.image.size, scenes.get(sample.name, Scene())
     if scene.size not in (None, size):
         before, now = (f"{width} x {height}" for width, height in (scene.size, size))
         raise PatchlightError(f"'{name}' was {before} when it was annotated, but is {now}; give the same image")
-    boxes = scaled(notes[name], size, name) if name in notes else scene.boxes()
+    boxes = scale_boxes(notes[name], size, name) if name in notes else scene.boxes()
     mask = scene.mask(size, name) if len(sources.files) == 1 else _read_mask(sources.files[1], ignore)
     return replace(sample, boxes=boxes, mask=mask)
 

@@ -1,7 +1,7 @@
-"""Ground truth: scenes of small signs and tasks about them, in which the patches that decide are known.
+"""Ground truth: scenes of small signs, and tasks whose deciding patches are known.
 
-Every sign fills one patch of an 8 x 8 grid, so no other patch shows any of it. All tasks share their scenes: what
-decides one task is a distraction in another.
+Every sign fills exactly one patch of an 8 x 8 grid. All tasks share their scenes: a sign that decides one task
+distracts in another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task:
 
     Attributes:
         classes: The names of its answers.
-        signs: The signs that decide it; nothing else does.
+        signs: The only signs that decide it.
     """
 
     classes: tuple[str, ...]
@@ -62,11 +62,11 @@ def find_task(name: str) -> Task:
 
 @dataclass(frozen=True)
 class Scenes:
-    """Scenes as their parts: what is where.
+    """Scenes, as the places and kinds of their signs.
 
     Attributes:
         places: The patch of each sign [n,8], all different.
-        present: Which signs are there [n,8].
+        present: Whether each sign is visible [n,8].
         kinds: The textures of the warm tile, the cold tile and the watermark [n,3], as indices of `KINDS`.
         ground: The background [n,3,64,64] uint8.
     """
@@ -119,13 +119,13 @@ class Scenes:
 
 
 def sample_scenes(count: int, generator: torch.Generator, shown: bool = False) -> Scenes:
-    """Random scenes; signs other than the tiles and the watermark are there half of the time.
+    """Random scenes; each sign except the tiles and the watermark is present with probability 0.5.
 
     Args:
         count: The number of scenes.
         generator: Its device is that of the scenes.
-        shown: Whether plus, ring and a dot are always there, and the two textures differ: the scenes that are
-            explained, in which every task has a cause.
+        shown: Whether plus, ring and a dot are always present and the two textures differ, as in the explained
+            scenes, in which every task has a cause.
     """
     device = generator.device
     places = torch.rand(count, GRID * GRID, generator=generator, device=device).argsort(1)[:, : len(SIGNS)]
@@ -189,7 +189,7 @@ def open_ground_truth(
 
     Eight signs lie on an 8 x 8 grid of patches: a warm and a cold tile with one of four textures, a watermark, a plus,
     a ring and up to three dots. The task selects the label and the mask; the images of all tasks are the same.
-    `ground-truth:TASK` are models that were trained for it.
+    The models `ground-truth:TASK` were trained for the tasks.
 
     Args:
         path: Not used.
@@ -202,13 +202,13 @@ def open_ground_truth(
 
     def scene(name: str) -> tuple[Scenes, Tensor]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + numbers[name])
-        one = sample_scenes(1, generator, shown=True)
-        return one, one.label(task, ask_cold=numbers[name] % 2 == 1)
+        scenes = sample_scenes(1, generator, shown=True)
+        return scenes, scenes.label(task, ask_cold=numbers[name] % 2 == 1)
 
     def read(name: str) -> Sample:
-        one, label = scene(name)
-        mask = one.causes(task, label)[0].repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
-        picture = Image.fromarray(one.images()[0].permute(1, 2, 0).numpy())
+        scenes, label = scene(name)
+        mask = scenes.causes(task, label)[0].repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1)
+        picture = Image.fromarray(scenes.images()[0].permute(1, 2, 0).numpy())
         return Sample(name, picture, int(label), mask=mask.to(torch.int8))
 
     def sources(name: str) -> Sources:

@@ -31,7 +31,7 @@ from patchlight.data.base import (
     read_text,
     register_data,
 )
-from patchlight.data.notes import Note, read_boxes, scaled
+from patchlight.data.notes import Note, read_boxes, scale_boxes
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 IMAGE_FOLDERS = ("images", "val", "validation", "ILSVRC2012_img_val", "Data/CLS-LOC/val")
@@ -122,7 +122,7 @@ def _add_boxes(notes: Mapping[str, Note] | None, sample: Sample, sources: Source
     note = _read_xml(sources.files[1], sample.name) if notes is None else notes[sample.name]
     if not note.boxes:
         raise PatchlightError(f"'{sample.name}' has no box; remove the image")
-    return replace(sample, boxes=scaled(note, sample.image.size, sample.name))
+    return replace(sample, boxes=scale_boxes(note, sample.image.size, sample.name))
 
 
 def _labels(notes: Mapping[str, Note]) -> dict[str, str]:
@@ -178,7 +178,7 @@ def _read_xml(path: Path, name: str) -> Note:
 
 
 def _read_ground_truth(path: Path, names: Sequence[str]) -> dict[str, Note]:
-    """The official list: line i is the class of ILSVRC2012_val_<i>, numbered as in the development kit."""
+    """The official list: line i is the class of ILSVRC2012_val_<i>, with the numbers of the development kit."""
     synsets = _devkit_synsets(path)
     lines = read_text(path).split()
     notes = {}

@@ -1,4 +1,4 @@
-"""Mosaics of labelled images, in which it is known where each class is: GridPG and Focus."""
+"""Mosaics of labelled images, in which the place of each class is known: GridPG and Focus."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def open_mosaic(
     index = {name: i for i, name in enumerate(inner.names)}
     cell = size // side
 
-    def chosen(name: str) -> tuple[list[int], list[int]]:
+    def composition(name: str) -> tuple[list[int], list[int]]:
         """The images of a mosaic, those of the class first, and the cell of each."""
         rng = np.random.default_rng([seed, index[name]])
-        label, images, others = labels[index[name]], [index[name]], dict[int, int]()
+        label, images, other_classes = labels[index[name]], [index[name]], dict[int, int]()
         for i in rng.permutation(len(labels)).tolist():
             if labels[i] == label and i != index[name] and len(images) < same:
                 images.append(i)
             elif labels[i] not in (None, label):
-                others.setdefault(labels[i], i)
-        images += list(others.values())[: side * side - same]
+                other_classes.setdefault(labels[i], i)
+        images += list(other_classes.values())[: side * side - same]
         if label is None or len(images) < side * side:
             raise PatchlightError(
                 f"'{name}' cannot make a mosaic of {side * side} cells, which needs {same} labelled images of its "
@@ -58,7 +58,7 @@ def open_mosaic(
         return images, rng.permutation(side * side).tolist()
 
     def read(name: str) -> Sample:
-        images, places = chosen(name)
+        images, places = composition(name)
         picture, mask = Image.new("RGB", (cell * side, cell * side)), torch.zeros(side, side, dtype=torch.int8)
         for k, (i, place) in enumerate(zip(images, places, strict=True)):
             row, column = divmod(place, side)
@@ -69,7 +69,7 @@ def open_mosaic(
         return Sample(name, picture, labels[index[name]], mask=pixels)
 
     def sources(name: str) -> Sources:
-        images, places = chosen(name)
+        images, places = composition(name)
         origins = [inner.sources(inner.names[i]) for i in images] if inner.sources else []
         files = [origin.files[0] for origin in origins if origin.files]
         values = [side, same, size, images, places, [origin.values for origin in origins]]

@@ -21,12 +21,12 @@ class Note:
     size: tuple[float, float] | None = None
 
 
-def read_boxes(path: Path, called: Callable[[str], str]) -> dict[str, Note]:
+def read_boxes(path: Path, key: Callable[[str], str]) -> dict[str, Note]:
     """Read a CSV file with one line per box: image, xmin, ymin, xmax, ymax, optionally class, width and height.
 
     Args:
         path: The file.
-        called: From the name of an image in the file to the name that it is looked up by.
+        key: Returns the key of an image from its name in the file.
     """
     rows = read_table(path, ("image", "xmin", "ymin", "xmax", "ymax"))
     notes: dict[str, Note] = {}
@@ -35,13 +35,13 @@ def read_boxes(path: Path, called: Callable[[str], str]) -> dict[str, Note]:
         size = None
         if row.get("width") and row.get("height"):
             size = (read_number(row["width"], path), read_number(row["height"], path))
-        note = notes.setdefault(called(row["image"]), Note(label, size=size))
+        note = notes.setdefault(key(row["image"]), Note(label, size=size))
         note.boxes.append(tuple(read_number(row[side], path) for side in ("xmin", "ymin", "xmax", "ymax")))
     return notes
 
 
-def scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
-    """The boxes in the pixels of the image; they may refer to a copy of another size but the same proportions."""
+def scale_boxes(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
+    """Boxes in the pixels of the image; the note may refer to a copy of another size with the same proportions."""
     boxes = torch.tensor(note.boxes)
     width, height = size
     if note.size is None or min(note.size) <= 0 or note.size == (width, height):
@@ -50,6 +50,6 @@ def scaled(note: Note, size: tuple[int, int], name: str) -> torch.Tensor:
     if abs(x / y - 1) > 0.02:
         raise PatchlightError(
             f"the boxes of '{name}' refer to an image of {note.size[0]:g} x {note.size[1]:g} pixels, but it has "
-            f"{width} x {height}, which are other proportions"
+            f"{width} x {height}, with other proportions"
         )
     return boxes * boxes.new_tensor([x, y, x, y])

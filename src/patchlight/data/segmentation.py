@@ -103,10 +103,11 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
         names = [line.split()[0] for line in lines]
     elif split != "all":
         raise PatchlightError(f"no split '{split}': '{listed}' does not exist")
-    breeds = sorted({_breed(name) for name in paths}, key=str.lower)
-    labels = {name: breeds.index(_breed(name)) for name in paths}
+    breed_of = {name: name.rpartition("_")[0] for name in paths}
+    breeds = sorted(set(breed_of.values()), key=str.lower)
+    labels = {name: breeds.index(breed) for name, breed in breed_of.items()}
     files = {name: [paths.get(name, images / f"{name}.jpg"), trimaps / f"{name}.png"] for name in names}
-    sources = {name: Sources(own, labels.get(name), present={"masks"}) for name, own in files.items()}
+    sources = {name: Sources(paths_of, labels.get(name), present={"masks"}) for name, paths_of in files.items()}
     return Data.of_files(f"pets-{split}", names, sources.__getitem__, breeds, _add_trimap)
 
 
@@ -134,7 +135,7 @@ def _class_table(synsets: Sequence[str]) -> torch.Tensor:
 
 
 def _categories(root: Path, masks: Path, categories: str | Path | None) -> list[str]:
-    """The synsets of this ImageNet-S, from its list, or from a complete set of class folders."""
+    """The synsets of the data set, from its list or from a complete set of class folders."""
     if categories is not None:
         return read_text(Path(categories)).split()
     above = (root, *root.resolve().parents[:2])
@@ -167,7 +168,7 @@ def _open_mat(file: Path) -> Any:
 
 def _read_mat(file: Path, name: str) -> Sample:
     index = int(name.rpartition("-")[2])
-    with _open_mat(file) as mat:  # opened again each time: threads and processes cannot share a handle
+    with _open_mat(file) as mat:  # opened each time, because threads and processes cannot share a handle
 
         def array(key: str) -> Any:
             value = mat[key][index, 0]
@@ -193,7 +194,3 @@ def _add_trimap(sample: Sample, sources: Sources) -> Sample:
     if trimap.ndim != 2 or not np.isin(trimap, (1, 2, 3)).all():
         raise PatchlightError(f"the trimap of '{sample.name}' has values other than 1, 2 and 3")
     return replace(sample, mask=torch.from_numpy(np.array([0, 1, 0, -1], dtype=np.int8)[trimap]))
-
-
-def _breed(name: str) -> str:
-    return name.rpartition("_")[0]

@@ -26,7 +26,7 @@ class DataSpec(Spec):
         every: Then keep every n-th image.
         images: Use this many of the remaining images.
         pick: Pick them evenly "spread", the "first", or at "random" (seeded).
-        stands_for: The kind in the recipe, if the user replaced it by another.
+        stands_for: The kind in the recipe, if the user replaced it.
     """
 
     kind: str
@@ -55,10 +55,10 @@ class DataSpec(Spec):
         )
 
     def with_list(self, file: str) -> DataSpec:
-        """The images that a file lists, instead of this selection."""
+        """The same data with the images that a file lists, instead of this selection."""
         return self.model_copy(update={"list": file, "skip": 0, "every": 1, "images": None})
 
-    def check_given(self) -> None:
+    def check_path(self) -> None:
         """Raise an error if the path is missing."""
         if not self.path and not KINDS.find(self.kind).made_up:
             raise PatchlightError(
@@ -67,22 +67,22 @@ class DataSpec(Spec):
 
     def open(self, **options: Any) -> Data:
         """Open the complete data set with these additional options."""
-        self.check_given()
+        self.check_path()
         return open_data(self.kind, self.path, **{**self.options, **options})
 
-    def chosen(self, names: Sequence[str], seed: int = 0) -> Sequence[int]:
+    def select_indices(self, names: Sequence[str], seed: int = 0) -> Sequence[int]:
         """The indices of the selected images among the `names` of the data set."""
         listed = range(len(names)) if self.list is None else read_list(self.list, names)
-        names_left = listed[self.skip :: self.every]
-        if not names_left:
+        eligible = listed[self.skip :: self.every]
+        if not eligible:
             skipped = f" after the first {self.skip}" if listed else ""
             raise PatchlightError(f"there are no images in '{self.list or self.path}'{skipped}")
-        count = len(names_left) if self.images is None else min(self.images, len(names_left))
-        if self.pick == "random" and count < len(names_left):
-            sampled = torch.randperm(len(names_left), generator=torch.Generator().manual_seed(seed))[:count]
-            return [names_left[i] for i in sorted(sampled.tolist())]
-        reach = len(names_left) if self.pick == "spread" else count
-        return [names_left[i * reach // count] for i in range(count)]
+        count = len(eligible) if self.images is None else min(self.images, len(eligible))
+        if self.pick == "random" and count < len(eligible):
+            sampled = torch.randperm(len(eligible), generator=torch.Generator().manual_seed(seed))[:count]
+            return [eligible[i] for i in sorted(sampled.tolist())]
+        reach = len(eligible) if self.pick == "spread" else count
+        return [eligible[i * reach // count] for i in range(count)]
 
 
 def kind_and_path(place: str) -> tuple[str, str]:

@@ -37,7 +37,7 @@ def epoch_of(loader: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
 
 
 LAST_EPOCH = 2**31
-"""The epoch number whose order of batches the measurements after the last step use."""
+"""The number of the epoch for measurements after the last step, which determines the order of batches."""
 
 
 def last_batches(loader: Iterable[Any], seed: int, count: int) -> Iterator[Any]:
@@ -53,15 +53,15 @@ def length_of(loader: Any) -> int:
         raise PatchlightError("the loader has no length; give settings with steps") from error
 
 
-def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on", look: int = 8) -> None:
-    """Refuse batches of a wrong shape, labels that the model does not have, and data of a single class."""
+def check_data(vit: Anatomy, loader: Iterable[Any], use: str = "train on") -> None:
+    """Check the first 8 batches: refuse a wrong shape, labels that the model does not have, and a single class."""
     from patchlight.core.images import to_batch
 
     if isinstance(loader, Iterator):
         raise PatchlightError("the loader can be iterated only once; give a DataLoader, or a list of batches")
     classes: set[int] = set()
     count, labelled = 0, True
-    for batch in itertools.islice(epoch_of(loader, 0, 0), look):
+    for batch in itertools.islice(epoch_of(loader, 0, 0), 8):
         images, labels = images_and_labels(batch)
         to_batch(images, vit.preprocess, vit.channels)
         count += len(images)

@@ -27,7 +27,7 @@ HASHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Model(BaseModel, extra="forbid"):
-    """The properties that the model an explainer was trained for and the model it explains must share."""
+    """The properties of the trained model, which the explained model must share."""
 
     name: str
     blocks: int
@@ -38,7 +38,7 @@ class _Model(BaseModel, extra="forbid"):
 
 
 class _Header(BaseModel, extra="allow"):
-    """The JSON file of an explainer; other keys are options of its network. Older files have no `hashes`."""
+    """The JSON file of an explainer; extra keys are options of its network. Older files have no `hashes`."""
 
     kind: str
     format: int
@@ -51,7 +51,7 @@ class _Header(BaseModel, extra="allow"):
 class Explainer(ABC, Generic[Network]):
     """A trained network, the model it was trained for (`model`, `hashes`), and its training (`about`).
 
-    `signature` has four numbers of every weight of the model, which are compared if there are no `hashes`.
+    `signature` has four numbers of every weight of the model, for files without `hashes`.
     """
 
     kind: ClassVar[str]
@@ -62,7 +62,7 @@ class Explainer(ABC, Generic[Network]):
     command: ClassVar[str]
     """`patchlight COMMAND train` and `pl.COMMAND.train` train one."""
     need: ClassVar[tuple[str, str]]
-    """What a model needs, and its pronoun: ("gates", "them")."""
+    """What is trained, and its pronoun, for errors: ("gates", "them")."""
     shipped: ClassVar[Path]
     """The folder of the bundled model's explainer."""
     stored: ClassVar[torch.dtype] = torch.float32
@@ -102,12 +102,12 @@ class Explainer(ABC, Generic[Network]):
         if wrong:
             differences = " and ".join(f"{expected[key]} {key.replace('_', ' ')}, not {actual[key]}" for key in wrong)
             return f"the explainer was trained for {expected['name']} with {differences}"
-        now = stamp(vit.model)
+        current = stamp(vit.model)
         checks = _CHECKS.setdefault(self, WeakKeyDictionary())
         checked_stamp, fits = checks.get(vit, (None, False))
-        if checked_stamp != now:  # reading all weights is slow, so only when they changed
+        if checked_stamp != current:  # reading all weights is slow, so only when they changed
             fits = self._fits_weights(vit)
-            checks[vit] = (now, fits)
+            checks[vit] = (current, fits)
         return None if fits else f"the explainer was trained for other weights of {expected['name']}"
 
     def _fits_weights(self, vit: Anatomy) -> bool:
@@ -116,13 +116,13 @@ class Explainer(ABC, Generic[Network]):
         dtype = torch.float32 if dtype == torch.float64 else dtype
         if str(dtype) in self.hashes:
             return weight_hashes(vit, [dtype])[str(dtype)] == self.hashes[str(dtype)]
-        here, expected = weight_signature(vit), self.signature
-        if here.shape != expected.shape:
+        actual, expected = weight_signature(vit), self.signature
+        if actual.shape != expected.shape:
             return False
-        return float(((here - expected).abs() / (here.abs() + expected.abs() + 1e-6)).mean()) <= 5e-3
+        return float(((actual - expected).abs() / (actual.abs() + expected.abs() + 1e-6)).mean()) <= 5e-3
 
-    def on(self, like: Tensor) -> Network:
-        """The network in a tensor's type and on its device."""
+    def network_like(self, like: Tensor) -> Network:
+        """The network with the type and on the device of a tensor."""
         key = (like.device, like.dtype)
         if key not in self._ready:
             self._ready[key] = copy.deepcopy(self.network).to(like)
@@ -182,23 +182,23 @@ class Explainer(ABC, Generic[Network]):
         return explainer
 
     @classmethod
-    def resolve(cls, given: Any) -> Self:
-        """The explainer that a setting names: an explainer, its folder, or None for the one of `pocket`."""
-        if isinstance(given, cls):
-            return given
-        given = cls.shipped if given is None else given
-        if not isinstance(given, str | Path):
+    def resolve(cls, explainer: Any) -> Self:
+        """The explainer of a setting: an explainer, its folder, or None for that of `pocket`."""
+        if isinstance(explainer, cls):
+            return explainer
+        source = cls.shipped if explainer is None else explainer
+        if not isinstance(source, str | Path):
             advice = f"give a {cls.__name__} or the folder it was saved in"
-            raise PatchlightError(f"explainer is a {type(given).__name__}; {advice}")
-        folder = Path(given).resolve()
+            raise PatchlightError(f"explainer is a {type(source).__name__}; {advice}")
+        folder = Path(source).resolve()
         files = [folder / f"{cls.kind}.json", folder / f"{cls.weights}.safetensors"]
         states = [file.stat() for file in files if file.is_file()]
-        explainer: Self = _read_once(cls, folder, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in states))
-        return explainer
+        resolved: Self = _read_once(cls, folder, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in states))
+        return resolved
 
     @classmethod
     def identity(cls, settings: Settings) -> str:
-        """A text that changes with the trained weights, on which maps depend besides the method's settings."""
+        """A text that identifies the trained weights, on which maps depend."""
         explainer = cls.resolve(settings["explainer"])
         return f"{fingerprint(explainer.network)} {explainer.options()}"
 
@@ -225,7 +225,7 @@ def _read_once(kind: type[Explainer[Any]], folder: Path, files: tuple[tuple[int,
 
 
 def describe_model(vit: Anatomy) -> dict[str, Any]:
-    """The properties that the model an explainer was trained for and the model it explains must share."""
+    """The properties of a model that must be the same in training and explaining."""
     return {
         "name": vit.name,
         "blocks": vit.depth,

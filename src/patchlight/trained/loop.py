@@ -43,7 +43,7 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 
 
 class Devices:
-    """The processes of `accelerate launch`; a single process uses the loader and the network unchanged."""
+    """The processes of `accelerate launch`; in a single process, loader and network are unchanged."""
 
     def __init__(self, vit: Anatomy) -> None:
         try:
@@ -61,8 +61,8 @@ class Devices:
         """A loader of the batches of this process."""
         return loader if self._alone else self._accelerator.prepare(loader)
 
-    def joined(self, network: nn.Module) -> nn.Module:
-        """The network that every step calls, whose gradients are averaged over all processes."""
+    def parallel(self, network: nn.Module) -> nn.Module:
+        """The network to call in each step, with gradients averaged over all processes."""
         return network if self._alone else self._accelerator.prepare_model(network)
 
     def backward(self, loss: Tensor) -> None:
@@ -96,7 +96,7 @@ class TrainingRun:
 def check_training(
     kind: type[Explainer[Any]], vit: Anatomy, loader: Iterable[Any], held_out: Iterable[Any] | None, use: str
 ) -> None:
-    """Refuse a model that cannot have such an explainer, and wrong batches; `use` is the purpose of `held_out`."""
+    """Refuse a model that cannot have an explainer of a kind, and wrong batches; `use` is the purpose of `held_out`."""
     reason = kind.why_not(vit)
     if reason is not None:
         raise Unsupported(f"{kind.title} cannot be trained here: {reason}")
@@ -107,17 +107,16 @@ def check_training(
 
 @contextlib.contextmanager
 def training(vit: Anatomy, precision: Precision) -> Iterator[None]:
-    """The context of a training: gradients are enabled, and the model does not change.
+    """Enable gradients for a training of a network beside a fixed model.
 
-    Matrix products may use TF32 unless the precision is full, because the gradients of narrow weights are slow
-    otherwise.
+    Matrix products may use TF32 unless the precision is full; gradients of narrow weights are slow without it.
     """
     with vit.steady(), torch.inference_mode(False), torch.enable_grad(), rounding(vit, precision):
         yield
 
 
 class Diverged(Exception):
-    """A training has failed; raised by `Learner.step` with the reason to start again with a new seed."""
+    """Raised by `Learner.step` if a training has failed, with the reason; it starts again with a new seed."""
 
 
 class Learner(ABC, Generic[Report]):
@@ -234,7 +233,7 @@ class _Loop(Generic[Report]):
         self.epoch_length = position if not self.epoch_length else self.epoch_length
 
     def _restart(self, reason: str) -> None:
-        """Start again at step 0 with the next seed, which the checkpoint records."""
+        """Start again at step 0 with the next seed, and write a checkpoint."""
         self.failed.append({"seed": self.seed, "step": self.step + 1, "reason": reason})
         warn(f"step {self.step + 1}: {reason}; training starts again with seed {self.seed}", TrainingWarning)
         self.learner.start(self.seed, len(self.failed))
@@ -245,8 +244,8 @@ class _Loop(Generic[Report]):
     def _report(self) -> None:
         means = self._finite_means()
         self.window.clear()
-        now = self.learner.report(self.step, self.steps, means, time.monotonic() - self.began)
-        self.last = asdict(now)
+        report = self.learner.report(self.step, self.steps, means, time.monotonic() - self.began)
+        self.last = asdict(report)
         if not self.devices.main:
             return
         if self.out is not None:
@@ -254,7 +253,7 @@ class _Loop(Generic[Report]):
             if self.settings.tensorboard:
                 _tensorboard(self.out, self.last)
         if self.callback is not None:
-            self.callback(now)
+            self.callback(report)
 
     def _finite_means(self) -> dict[str, float]:
         means = dict(zip(self.learner.columns, torch.stack(self.window).mean(0).tolist(), strict=True))
@@ -273,7 +272,7 @@ class _Loop(Generic[Report]):
             self._finite_means()
         if self.devices.main:
             window = torch.stack(self.window) if self.window else torch.empty(0, len(self.learner.columns))
-            header = {"step": self.step, "settings": self.settings.fixed(), "epoch": self.epoch_length}
+            header = {"step": self.step, "settings": self.settings.resume_settings(), "epoch": self.epoch_length}
             header |= {"last": self.last or None, "failed_attempts": self.failed}
             parts = {**self.learner.state(), "window": {"told": window}}
             write_checkpoint(self.out / "checkpoint.safetensors", header, parts)
@@ -286,9 +285,9 @@ class _Loop(Generic[Report]):
             metrics.unlink(missing_ok=True)
             return
         header, parts = read_checkpoint(path)
-        now, saved = self.settings.fixed(), header["settings"]
-        if now != saved:
-            other = ", ".join(sorted(k for k in now if now[k] != saved.get(k)))
+        current, saved = self.settings.resume_settings(), header["settings"]
+        if current != saved:
+            other = ", ".join(sorted(k for k in current if current[k] != saved.get(k)))
             raise PatchlightError(f"'{out}' holds a run with another {other}; choose another folder, or do not resume")
         self.failed = header.get("failed_attempts", [])
         if self.failed:
@@ -315,18 +314,18 @@ def _tensorboard(out: Path, row: dict[str, Any]) -> None:
             writer.add_scalar(name, row[name], row["step"])
 
 
-def write_checkpoint(path: Path, about: Mapping[str, Any], parts: Parts) -> None:
-    """Write the parts of a training as one safetensors file, with `about` as JSON in its header."""
+def write_checkpoint(path: Path, header: Mapping[str, Any], parts: Parts) -> None:
+    """Write the parts of a training as one safetensors file, with a header as JSON."""
     from safetensors.torch import save
 
     tensors = {f"{a}/{b}": t.detach().cpu().contiguous() for a, part in parts.items() for b, t in part.items()}
-    text = json.dumps(about)
+    text = json.dumps(header)
     write_atomic(path, save(tensors, {"about": text, "sum": _checksum(text, tensors)}))
 
 
-def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
-    """A hash of everything in a checkpoint; a damaged one would otherwise spoil the training without a word."""
-    digest = hashlib.sha256(about.encode())
+def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
+    """A hash of everything in a checkpoint, which detects silent damage."""
+    digest = hashlib.sha256(header.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""Optimisers with a state of plain tensors by weight name: Adam with look-ahead, and AdamW with a cosine schedule."""
+"""Optimisers whose state is tensors by weight name: Adam with look-ahead, and AdamW with a cosine schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def moments(optimiser: torch.optim.Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The state of an optimiser by `<weight>.<moment>`, for `restore_moments`."""
+    """The state of an optimiser as tensors `<weight>.<moment>`, for `restore_moments`."""
     return {
         f"{name}.{key}": torch.as_tensor(value).clone()
         for name, parameter in names.items()
@@ -35,10 +35,10 @@ class Lookahead:
     The slow copy of a weight is made at the first such step. Weights without a gradient are skipped.
     """
 
-    def __init__(
-        self, adam: torch.optim.Adam, names: dict[str, nn.Parameter], every: int = 6, rate: float = 0.5
-    ) -> None:
-        self.adam, self.names, self.every, self.rate = adam, names, every, rate
+    every, rate = 6, 0.5
+
+    def __init__(self, adam: torch.optim.Adam, names: dict[str, nn.Parameter]) -> None:
+        self.adam, self.names = adam, names
         self.slow: dict[str, Tensor] = {}
         self.taken = 0
 

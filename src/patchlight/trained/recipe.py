@@ -56,10 +56,10 @@ class TrainingRecipe(Spec):
                 "no images were given; use --images with a folder of images or of CIFAR-10, or --recipe"
             )
         images = images if listed is None else images.with_list(listed)
-        held = self.held_out if held_out is None else data_at(held_out, self.held_out)
-        if held is not None and not held.path:
-            held = held.model_copy(update={"path": images.path})
-        return self.model_copy(update={"data": images, "held_out": held})
+        test = self.held_out if held_out is None else data_at(held_out, self.held_out)
+        if test is not None and not test.path:
+            test = test.model_copy(update={"path": images.path})
+        return self.model_copy(update={"data": images, "held_out": test})
 
     def loaders(self, vit: Anatomy, settings: Training, workers: int) -> tuple[Any, Any]:
         """The loaders of the training images and of the held-out images, if there are any."""
@@ -82,13 +82,13 @@ def data_at(place: str, spec: DataSpec | None = None) -> DataSpec:
 
 
 def open_images(spec: DataSpec, vit: Anatomy, seed: int = 0) -> Data:
-    """Open the images of a recipe (of CIFAR-10, the training split); an error if the model has fewer classes."""
+    """Open the images of a recipe, for CIFAR-10 the training split; refuse more classes than the model has."""
     split = {"split": spec.options.get("split", "train")} if spec.kind == "cifar10" else {}
     data = spec.open(**split)
     classes = vit.outcomes
     if data.labels is not None and len(data.labels) > classes:
         raise PatchlightError(f"'{spec.path}' has {len(data.labels)} classes, but {vit.name} has {classes}")
-    return data.select(spec.chosen(data.names, seed))
+    return data.select(spec.select_indices(data.names, seed))
 
 
 def _is_cifar10(path: Path) -> bool:

@@ -43,12 +43,12 @@ class Training(BaseModel):
     checkpoint_steps: Count | None = None
     tensorboard: bool = False
 
-    def decided(self, vit: Anatomy) -> Self:
-        """The settings with the precision that `auto` stands for on this model."""
+    def with_precision(self, vit: Anatomy) -> Self:
+        """The settings, with `auto` replaced by the precision for a model."""
         return self.model_copy(update={"precision": chosen(self.precision, vit.device, vit.dtype)})
 
-    def fixed(self) -> dict[str, Any]:
-        """The settings that must not change when a checkpoint is resumed."""
+    def resume_settings(self) -> dict[str, Any]:
+        """The settings that must be the same when a checkpoint is resumed."""
         return {k: v for k, v in self.model_dump().items() if k not in self.free}
 
     @classmethod

@@ -57,7 +57,7 @@ def test_the_bundled_model_brings_its_explainer() -> None:
     sh = pl.shapley.load(ViTShapley.shipped, vit)
     g = sh.surrogate(vit)
     x = vit.batch(photo)
-    total = g.probabilities(g.logits(x)) - sh.joined(vit).empty
+    total = g.probabilities(g.logits(x)) - sh.join(vit).empty
     assert torch.allclose(phi.sum((1, 2)), total[0], atol=1e-5)
     top = vit.logits(x).argmax()
     assert float(phi[top].sum()) > 0.5

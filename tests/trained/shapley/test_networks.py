@@ -17,7 +17,7 @@ from patchlight.trained.shapley.networks import (
     Surrogate,
     Values,
     ViTShapley,
-    normalised,
+    normalise,
     read_logits,
     read_tokens,
 )
@@ -42,7 +42,7 @@ def untrained(
     copy = Copy(vit.wide())
     x = images(vit, 1).to(copy.vit.dtype)
     changes = [
-        drawn(Change.new(copy.reached(x, read), copy.lowered(), rank, seed), seed + i, 0.05)
+        drawn(Change.new(copy.used_weights(x, read), copy.block_weights(), rank, seed), seed + i, 0.05)
         for i, read in enumerate((read_logits, read_tokens))
     ]
     changes = [
@@ -59,7 +59,7 @@ def test_no_change_is_the_model() -> None:
     vit = toy()
     copy = Copy(vit)
     x = pictures(2)
-    change = Change.new(copy.reached(x, read_logits), copy.lowered(), 2, 0)
+    change = Change.new(copy.used_weights(x, read_logits), copy.block_weights(), 2, 0)
     with torch.no_grad():
         assert torch.equal(read_logits(copy.with_change(change), x), vit.logits(x))
 
@@ -70,7 +70,7 @@ def test_a_change_is_added_to_the_weights(rank: int | None) -> None:
     vit, other = toy(), toy()
     copy = Copy(vit)
     x = pictures(2)
-    change = drawn(Change.new(copy.reached(x, read_logits), copy.lowered(), rank, 0))
+    change = drawn(Change.new(copy.used_weights(x, read_logits), copy.block_weights(), rank, 0))
     low = set(change.left)
     matrices = {f"blocks/{i}/{name}/weight" for i in (0, 1) for name in ("attn/qkv", "attn/proj", "mlp/fc1", "mlp/fc2")}
     assert low == (matrices if rank else set())
@@ -82,7 +82,7 @@ def test_a_change_is_added_to_the_weights(rank: int | None) -> None:
     with torch.no_grad():
         moved = read_logits(copy.with_change(change), x)
     assert torch.allclose(moved, other.logits(x), atol=1e-6)
-    settled = Copy(vit).settled(change)
+    settled = Copy(vit).apply(change)
     assert torch.allclose(settled.logits(x), moved, atol=1e-6)
     assert torch.allclose(settled.model(x), moved, atol=1e-6)
     assert torch.equal(vit.logits(x), toy().logits(x)), "the model itself is as it was"
@@ -92,7 +92,7 @@ def test_gradients_reach_every_part_of_a_change_that_is_used() -> None:
     vit = toy()
     copy = Copy(vit)
     x = pictures(2)
-    change = drawn(Change.new(copy.reached(x, read_tokens), copy.lowered(), 2, 0))
+    change = drawn(Change.new(copy.used_weights(x, read_tokens), copy.block_weights(), 2, 0))
     assert not any(name.startswith(("head", "norm")) for name in change.whole), "tokens do not depend on the head"
     read_tokens(copy.with_change(change), x).square().sum().backward()
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in change.parameters())
@@ -102,7 +102,7 @@ def test_gradients_reach_every_part_of_a_change_that_is_used() -> None:
 @pytest.mark.parametrize(("surrogate", "backbone"), [(True, True), (False, True), (True, False), (False, False)])
 def test_the_values_share_out_the_whole_exactly(surrogate: bool, backbone: bool) -> None:
     vit = toy().copied(torch.float64)
-    joined = untrained(vit, surrogate=surrogate, backbone=backbone).joined(vit)
+    joined = untrained(vit, surrogate=surrogate, backbone=backbone).join(vit)
     x = pictures(3).double()
     with torch.no_grad():
         phi = joined(x)
@@ -122,7 +122,7 @@ def test_an_additive_game_is_fitted_without_loss() -> None:
     z = torch.rand(2, 12, 9, generator=generator) < 0.5
     gain = torch.stack([torch.stack([a[b][z[b, m]].sum(0) for m in range(12)]) for b in range(2)])
     assert float(fit(a, z, gain)) < 1e-25
-    assert torch.allclose(normalised(a, a.sum(1)), a)
+    assert torch.allclose(normalise(a, a.sum(1)), a)
     shift = torch.zeros_like(a)
     shift[0, 4, 1] = 0.5
     by_hand = 9 * sum(0.25 for m in range(12) if z[0, m, 4]) / (2 * 12 * 3)
@@ -131,7 +131,7 @@ def test_an_additive_game_is_fitted_without_loss() -> None:
 
 def test_normalisation_adds_the_same_to_every_patch() -> None:
     phi, total = torch.randn(2, 6, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
-    found = normalised(phi, total)
+    found = normalise(phi, total)
     assert torch.allclose(found.sum(1), total)
     assert torch.allclose((found - phi).std(1), torch.zeros(2, 3, dtype=torch.float64), atol=1e-12)
 
@@ -143,7 +143,7 @@ def test_saved_and_read_again_it_gives_the_same(surrogate: bool, tmp_path: Path)
     sh.save(tmp_path)
     back = pl.shapley.load(tmp_path, vit)
     x = pictures(3)
-    assert torch.equal(back.joined(vit)(x), sh.joined(vit)(x))
+    assert torch.equal(back.join(vit)(x), sh.join(vit)(x))
     assert {v.dtype for v in tensors(tmp_path).values()} == {torch.float16, torch.float32}, "the signature is whole"
     assert "4x4 patches" in repr(back)
     same = torch.equal(sh.surrogate(vit).logits(x), vit.logits(x))
@@ -161,11 +161,11 @@ def test_it_follows_the_model() -> None:
     vit = toy()
     sh = untrained(vit)
     x = pictures(1)
-    before = sh.joined(vit)(x)
-    assert sh.joined(vit) is sh.joined(vit)
+    before = sh.join(vit)(x)
+    assert sh.join(vit) is sh.join(vit)
     with torch.no_grad():
         vit.model.pos_embed += 0.1  # type: ignore[operator]
-    assert not torch.allclose(sh.joined(vit)(x), before)
+    assert not torch.allclose(sh.join(vit)(x), before)
 
 
 @pytest.mark.parametrize("family", ["deit-distilled", "torchvision"])

@@ -48,7 +48,7 @@ def test_every_setting_trains(changes: dict[str, Any]) -> None:
         assert not any(name.startswith("surrogate") for name in weights(sh))
         assert torch.equal(sh.surrogate(vit).logits(pictures(2)), vit.logits(pictures(2)))
         assert not any("change" in name for name in weights(sh))
-        assert sh.joined(vit).surrogate is sh.joined(vit).backbone
+        assert sh.join(vit).surrogate is sh.join(vit).backbone
 
 
 def test_in_half_precision_every_step_computes_with_the_weights_of_the_last() -> None:
@@ -83,7 +83,9 @@ def test_training_the_surrogate_changes_every_weight_it_should(precision: str) -
     vit = toy()
     sh = pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "steps": 1, "precision": precision}))
     copy = Copy(vit)
-    start = Change.new(copy.reached(pictures(1), read_logits), copy.lowered(), QUICK["rank"], 0).requires_grad_(False)
+    start = Change.new(
+        copy.used_weights(pictures(1), read_logits), copy.block_weights(), QUICK["rank"], 0
+    ).requires_grad_(False)
     change = sh.network.surrogate.change
     assert set(change.left) == set(start.left)
     assert len(change.left) == 8, "four matrices in each of two blocks"
@@ -93,7 +95,7 @@ def test_training_the_surrogate_changes_every_weight_it_should(precision: str) -
     assert all(float(value.abs().max()) > 1e-3 for value in change.whole.values())
     without = Change.read({k: v for k, v in change.state_dict().items() if k.startswith("whole")})
     x = pictures(4)
-    assert not torch.allclose(Copy(vit).settled(without).logits(x), sh.surrogate(vit).logits(x), atol=1e-3)
+    assert not torch.allclose(Copy(vit).apply(without).logits(x), sh.surrogate(vit).logits(x), atol=1e-3)
 
 
 def test_it_comes_near_the_shapley_values() -> None:

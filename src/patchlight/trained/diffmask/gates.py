@@ -71,13 +71,13 @@ class Gates(nn.Module):
         """
         if not isinstance(states, Tensor):
             return torch.stack([self.location(h0, x, first + i) for i, x in enumerate(states)])
-        those = slice(first, first + len(states))
-        W1, W2 = (_weight(v, g)[those].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
+        gates = slice(first, first + len(states))
+        W1, W2 = (_weight(v, g)[gates].to(h0) for v, g in ((self.v1, self.g1), (self.v2, self.g2)))
         left, right = W1[..., : self.width].mT, W1[..., self.width :].mT
         h, x = h0.flatten(0, 1), states.flatten(1, 2)
-        inner = torch.baddbmm(torch.baddbmm(self.c1[those].to(h0), h.expand(len(x), -1, -1), left), x, right)
-        out = torch.baddbmm(self.c2[those].to(h0), inner.tanh(), W2.mT)
-        return self._placed(out.view(states.shape[:3]), those)
+        inner = torch.baddbmm(torch.baddbmm(self.c1[gates].to(h0), h.expand(len(x), -1, -1), left), x, right)
+        out = torch.baddbmm(self.c2[gates].to(h0), inner.tanh(), W2.mT)
+        return self._stretch(out.view(states.shape[:3]), gates)
 
     def location(self, h0: Tensor, x: Tensor, i: int) -> Tensor:
         """u [B,P] of gate i, for the projected patches [B,P,D] and its state x [B,N,D], patches last."""
@@ -85,10 +85,10 @@ class Gates(nn.Module):
         inner = F.linear(h0, W1[:, : self.width], self.c1[i, 0].to(h0))
         inner += F.linear(x, W1[:, self.width :])[:, -h0.shape[1] :]
         out = F.linear(inner.tanh_(), W2, self.c2[i, 0].to(h0))
-        return self._placed(out[None, ..., 0], slice(i, i + 1))[0]
+        return self._stretch(out[None, ..., 0], slice(i, i + 1))[0]
 
-    def _placed(self, out: Tensor, those: slice) -> Tensor:
-        u: Tensor = torch.add(self.beta[those, None, None].to(out), out.tanh(), alpha=self.alpha)
+    def _stretch(self, out: Tensor, gates: slice) -> Tensor:
+        u: Tensor = torch.add(self.beta[gates, None, None].to(out), out.tanh(), alpha=self.alpha)
         return u
 
     def forward(
@@ -116,7 +116,7 @@ def aggregate(u: Tensor, kind: Map = "expected", alpha: float = 15.0) -> Tensor:
 
     `expected` is prod_i E[z_i], as in the paper; `keep` is prod_i P(z_i != 0), as in the released code; `graded` is the
     mean of prod_i E[z_i] over shifts of all u_i from -2 alpha to 2 alpha: the share of prices at which a patch is kept.
-    It also orders patches for which the other two are 0 or 1.
+    It also orders patches that are 0 or 1 in the other two.
     """
     if kind == "keep":
         return hard_concrete.log_keep_probability(u).sum(0).exp()
@@ -128,7 +128,7 @@ def aggregate(u: Tensor, kind: Map = "expected", alpha: float = 15.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Seen:
-    """The gates' inputs from one clean forward: projected patches [B,P,D], states 0..L+1 without prefix, logits."""
+    """The results of a clean forward: projected patches [B,P,D], states 0..L+1 without prefix tokens, and logits."""
 
     h0: Tensor
     states: list[Tensor]

@@ -64,10 +64,10 @@ def expected(u: Tensor) -> Tensor:
 
 
 @cache
-def _nodes_on(device: torch.device, dtype: torch.dtype, count: int = 24, last: float = 16.0) -> tuple[Tensor, Tensor]:
+def _nodes_on(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """tau times the nodes x from y = -l / (r - l), and weights w y (1 - y), normalised so that E[z] tends to 1."""
-    first = math.log(-LOW / HIGH)
-    x, w = np.polynomial.legendre.leggauss(count)
+    first, last = math.log(-LOW / HIGH), 16.0
+    x, w = np.polynomial.legendre.leggauss(24)
     x = first + (x + 1) * (last - first) / 2
     y = 1 / (1 + np.exp(-x))
     weights = w * y * (1 - y)

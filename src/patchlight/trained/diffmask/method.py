@@ -45,11 +45,11 @@ def _product(
     """
     blocks = [maps.values[block] for block in sorted(maps.values)]
     h0 = blocks[0][0]
-    gates = DiffMask.resolve(explainer).on(h0)
+    gates = DiffMask.resolve(explainer).network_like(h0)
     last = gates.count - 1 if gate is None else gate
     first = 0 if aggregated else last
-    found = torch.stack([one for _, some in blocks for one in some][first : last + 1])
-    u = found if _in_pass(h0) else gates.locations(h0, found, first)
+    values = torch.stack([value for _, values in blocks for value in values][first : last + 1])
+    u = values if _in_pass(h0) else gates.locations(h0, values, first)
     return maps.vit.layout.of_tokens(aggregate(u, map, gates.alpha))
 
 
@@ -67,7 +67,7 @@ def _product(
     constant="the gates keep or mask all of the image; train them longer, or with other settings",
 )
 def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
-    """Share of each patch that trained gates keep while the model's output stays the same; ignores the class.
+    """The share of each patch that trained gates keep while the output stays the same; ignores the class.
 
         R = prod_i E[z_i],   z_i ~ HardConcrete(u_i),   u_i = alpha tanh(W2 tanh(W1 [h_0; h_i] + c1) + c2) + beta_i
 
@@ -80,6 +80,6 @@ def diffmask(b: Evidence, explainer: Any = None) -> tuple[Tensor, list[Tensor]]:
     states = [*((b.p,) if b.index == 0 else ()), b.x, *((b.y,) if b.index == b.depth - 1 else ())]
     if not _in_pass(b.p):
         return b.p, [x[:, -b.p.shape[1] :] for x in states]
-    gates = DiffMask.resolve(explainer).on(b.p)
+    gates = DiffMask.resolve(explainer).network_like(b.p)
     first = 0 if b.index == 0 else b.index + 1
     return b.p, [gates.location(b.p, x, first + i) for i, x in enumerate(states)]

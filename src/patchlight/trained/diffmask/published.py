@@ -1,8 +1,8 @@
 """Reads the gate checkpoints that the authors of VISION DIFFMASK published, without running code from the file.
 
-The files are PyTorch Lightning checkpoints: zip files with a pickle that also names classes of other packages, such as
-the configuration of the ViT. torch reads them with `weights_only`. Such a name becomes an empty object and is not
-imported; names of unexpected packages are refused.
+The files are PyTorch Lightning checkpoints: zip files with a pickle that also contains names of classes of other
+packages, such as the configuration of the ViT. torch reads them with `weights_only`: these names become empty objects
+and are not imported. Names from unexpected packages are refused.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def layout(gates: int, width: int) -> dict[str, tuple[str, int | None, tuple[int
         "f.2.bias": ("c2", (1,)),
         "add_activation": ("beta", ()),
     }
-    each = {
-        f"gate.g_hat.{i}.{theirs}": (ours, i, shape) for i in range(gates) for theirs, (ours, shape) in parts.items()
-    }
+    each = {f"gate.g_hat.{i}.{name}": (key, i, shape) for i in range(gates) for name, (key, shape) in parts.items()}
     return {**each, "gate.placeholder": ("baseline", None, (1, 1, width))}
 
 
@@ -87,14 +85,14 @@ def _gates(tensors: Mapping[str, Tensor], vit: Anatomy, path: Path) -> dict[str,
         stored = list(tensors[name].shape)
         if stored != list(shape):
             raise PatchlightError(f"'{path}' does not fit {vit.name}: '{name}' has shape {stored}, not {list(shape)}")
-    ours = {name: value.clone() for name, value in new_gates(vit).cpu().state_dict().items()}
-    for name, (mine, gate, _) in shapes.items():
+    state = {name: value.clone() for name, value in new_gates(vit).cpu().state_dict().items()}
+    for name, (key, gate, _) in shapes.items():
         value = tensors[name].float()
         if not bool(value.isfinite().all()):
             raise PatchlightError(f"'{path}' is damaged: '{name}' has values that are not finite")
-        place = ours[mine] if gate is None else ours[mine][gate]
-        place.copy_(value.reshape(place.shape))
-    return ours
+        target = state[key] if gate is None else state[key][gate]
+        target.copy_(value.reshape(target.shape))
+    return state
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
@@ -133,7 +131,7 @@ class _Inert:
 
 
 def _read_zip(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """The same of a zip file of torch.save."""
+    """The tensors of a zip file of torch.save, and the scale of its gates if it has one."""
     try:
         _check_records(path)
         names = get_unsafe_globals_in_checkpoint(path)
@@ -156,8 +154,8 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], Any]:
         raise PatchlightError(f"'{path}' does not contain a state_dict")
     state, settings = content.get("state_dict", content), content.get("hyper_parameters")
     items = state.items() if isinstance(state, dict) else ()
-    some = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
-    tensors = {k: v for k, v in some.items() if v.is_floating_point() and v.layout == torch.strided}
+    named = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors = {k: v for k, v in named.items() if v.is_floating_point() and v.layout == torch.strided}
     return tensors, settings.get("mul_activation") if isinstance(settings, dict) else None
 
 
@@ -167,7 +165,7 @@ def _check_records(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
-                record = (
-                    f"its record '{info.filename.partition('/')[2]}' is compressed or declares {info.file_size} bytes"
+                record = f"its record '{info.filename.partition('/')[2]}'"
+                raise PatchlightError(
+                    f"'{path}' is refused: {record} is compressed or declares {info.file_size} bytes, over {size}"
                 )
-                raise PatchlightError(f"'{path}' is refused: {record}, over {size}")

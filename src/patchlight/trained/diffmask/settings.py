@@ -72,7 +72,7 @@ class DiffMaskSettings(Training):
     penalty: Penalty = "log-keep"
     """`count`: the paper's L0, the sum over patches of k = prod_i P(z_i != 0). `log-keep`: mean of log(floor + k)."""
     floor: Annotated[float, Field(ge=0, lt=1)] = 1e-3
-    """For `log-keep`. With 0, as in the released code, closed patches are pushed further and thereby ordered, but some
+    """For `log-keep`. With 0, as in the released code, closed patches are pushed further and thus ordered, but some
     patches that do not matter can stay open."""
     gates: Literal["half", "prefix", "weighted", "all"] = "half"
     """The gates a batch uses: `all` as in the paper's text, `prefix` 0 .. k for a random k as in the released code,
@@ -89,7 +89,7 @@ class DiffMaskSettings(Training):
     """Adam's learning rate of lambda."""
     prices: Annotated[float, Field(ge=1)] = 10.0
     """Every second image is trained at another price: lambda times a factor from 1/prices to prices, with shifted
-    gates. So u orders patches by the price at which they are kept, and no gate stays closed. 1: one price."""
+    gates. Then u orders patches by the price at which they are kept, and no gate stays closed. 1: one price."""
     gate_rate: Positive | None = None
     """Adam's learning rate of the gates; by default 5e-4 up to a width of 256, times (256 / width)^2 beyond."""
     baseline_rate: Positive | None = None
@@ -113,7 +113,7 @@ class DiffMaskSettings(Training):
     def rates(self, width: int) -> tuple[float, float]:
         """Adam's learning rates of the gates and of the baseline, for a model of this width.
 
-        The more inputs a gate has, the further a step moves it; at a width of 768 the unscaled rates mask everything.
+        A step moves a gate further the more inputs it has; at a width of 768 the unscaled rates mask everything.
         """
         scale = min(1.0, (256 / width) ** 2)
         return self.gate_rate or 5e-4 * scale, self.baseline_rate or 1e-2 * scale

@@ -73,7 +73,7 @@ def train(
         progress: As in `explain`, in steps.
     """
     vit = wrap(vit)
-    settings = (settings or DiffMaskSettings()).decided(vit)
+    settings = (settings or DiffMaskSettings()).with_precision(vit)
     check_training(DiffMask, vit, loader, held_out, "calibrate on")
     frozen = lowered(vit, settings.precision)
     devices = Devices(frozen)
@@ -118,13 +118,13 @@ class GateLearner(Learner[DiffMaskProgress]):
         self.start(settings.seed, 0)
 
     def start(self, seed: int, restarts: int) -> None:
-        """New gates and optimisers."""
+        """Make new gates and optimisers."""
         s, vit = self.settings, self.vit
         self.seed, self.restarts = seed, restarts
         self.first_images = vit.place(images_and_labels(next(epoch_of(self.loader, seed, 0)))[0])
         """The images of the first calibration and of all probes."""
         self.network = gates = self._first_gates()
-        self.joined = self.devices.joined(gates)
+        self.parallel = self.devices.parallel(gates)
         self.multipliers = Multipliers(
             gates.count, s.lambda_start, s.lambda_low, s.lambda_high, s.lambda_rate, s.lambda_update, vit.device
         )
@@ -166,7 +166,9 @@ class GateLearner(Learner[DiffMaskProgress]):
         `uniform` [k+1,B,P] in (0, 1) are the samples of the gates, and `price` [B] the log prices of the images.
         """
         vit, s = self.vit, self.settings
-        patches, log_keep = self.joined(seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE))
+        patches, log_keep = self.parallel(
+            seen.h0, torch.stack(seen.states[: k + 1]), uniform, price * (s.alpha * SLOPE)
+        )
         with casting(vit, s.precision):
             logits = masked_logits(vit, images, patches)
         kl = kl_divergence(seen.logits, logits, vit.outputs)
@@ -221,8 +223,8 @@ class GateLearner(Learner[DiffMaskProgress]):
 
     def _prices(self, count: int, generator: torch.Generator) -> Tensor:
         """The log price of each image [B]: 0 for even indices, uniform for odd ones."""
-        drawn = torch.rand(count, generator=generator, device=self.vit.device)
-        price = (drawn * 2 - 1) * math.log(self.settings.prices)
+        uniform = torch.rand(count, generator=generator, device=self.vit.device)
+        price = (uniform * 2 - 1) * math.log(self.settings.prices)
         price[::2] = 0
         return price
 
@@ -230,8 +232,8 @@ class GateLearner(Learner[DiffMaskProgress]):
         """Sample the last gate k of a batch."""
         shares = self._shares()
         if self.settings.gates == "weighted":
-            agreement, kept, drawn = self.done.numpy()
-            shares[(agreement > 0.75) & (kept < 0.1) & (drawn > 100)] *= 0.1
+            agreement, kept, count = self.done.numpy()
+            shares[(agreement > 0.75) & (kept < 0.1) & (count > 100)] *= 0.1
         return int(rng.choice(len(shares), p=shares / shares.sum()))
 
     def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -243,8 +245,8 @@ class GateLearner(Learner[DiffMaskProgress]):
             shares[-1] += 1 - shares.sum()
         return shares
 
-    def _remember(self, k: int, numbers: Tensor, decay: float = 0.9) -> None:
-        new = torch.stack([numbers[2], numbers[1]]).cpu()
+    def _remember(self, k: int, numbers: Tensor) -> None:
+        new, decay = torch.stack([numbers[2], numbers[1]]).cpu(), 0.9
         self.done[:2, k] = torch.where(self.done[2, k] > 0, decay * self.done[:2, k] + (1 - decay) * new, new)
         self.done[2, k] += 1
 

@@ -15,11 +15,11 @@ from patchlight.trained.diffmask.gates import Gates, Seen, aggregate, masked_log
 EVERY = 50
 """Number of steps between two probes."""
 FIRST = 200
-"""Steps before a probe counts: many trainings first open or close every gate."""
+"""Steps before a probe counts, because many trainings first open or close every gate."""
 LONGEST = 1000
 """Maximum number of steps for which a failure may last."""
 TRIES = 4
-"""Number of kept patches per image that a probe masks, one at a time."""
+"""Number of kept patches per image that a probe masks one at a time."""
 SPARE = 0.1
 """Share of images with an unnecessary patch above which too much is kept."""
 FALL = 0.05
@@ -37,7 +37,7 @@ FAILURES = {
 
 @dataclass(frozen=True)
 class Probe:
-    """The mask of all gates on the probed batch, as means over its images."""
+    """Measurements of the mask of all gates, as means over the images of a batch."""
 
     kl: float
     error: float
@@ -92,16 +92,16 @@ def read_probe(means: Tensor, images: int) -> Probe:
 class Watch:
     """Follows the probes of one training.
 
-    A failure counts if it lasts for a fifth of the training (200 to 1,000 steps) without progress: the divergence of a
-    mask that loses the output, or else the kept share, did not fall. A mask that loses the output at the last step
-    counts at once.
+    A failure counts if it lasts for a fifth of the training (200 to 1,000 steps) without progress, which is a fall of
+    the divergence for a mask that loses the output, and of the kept share otherwise. A mask that loses the output at
+    the last step always counts.
     """
 
     def __init__(self, margin: float, warmup: int, steps: int) -> None:
         self.margin, self.first, self.steps = margin, max(2 * warmup, FIRST), steps
         self.patience = min(max(FIRST, steps // 5), LONGEST)
         self.state = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)
-        """Index of the present failure in FAILURES (or -1), its first step, and the number that should fall."""
+        """Index of the current failure in FAILURES (or -1), its first step, and the number that should fall."""
 
     def add(self, step: int, probe: Probe) -> str | None:
         """Add the probe of a step, and return a failure that has lasted too long, if there is one."""

@@ -40,9 +40,9 @@ def vit_shapley(ask: Ask, explainer: Any = None) -> Tensor:
     if ask.score != "probability":
         raise Unsupported(f"'vit-shapley' explains probabilities, not {ask.score!r}; leave out score")
     vit, precision = ask.vit, ask.precision
-    joined = ViTShapley.resolve(explainer).joined(vit)
+    network = ViTShapley.resolve(explainer).join(vit)
     with torch.no_grad(), rounding(vit, precision), casting(vit, precision):
-        phi = joined(ask.images).movedim(1, 2)
+        phi = network(ask.images).movedim(1, 2)
     rows = torch.arange(len(phi), device=phi.device)[:, None]
     values = phi[rows, ask.targets.index.to(phi.device)]
     if ask.targets.against is not None:

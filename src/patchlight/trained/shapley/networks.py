@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from patchlight.zoo import ZOO
 
 
 class Change(nn.Module):
-    """The trained additions to a model's weights, by weight name: a low-rank product `left @ right`, or a full tensor.
+    """The trained additions to weights, by weight name: a low-rank product `left @ right`, or a full tensor (`whole`).
 
     Names have / instead of dots.
     """
@@ -29,15 +29,15 @@ class Change(nn.Module):
     def __init__(self, whole: Mapping[str, Tensor], left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.whole, self.left, self.right = (
-            nn.ParameterDict({k.replace(".", "/"): nn.Parameter(v) for k, v in some.items()})
-            for some in (whole, left, right)
+            nn.ParameterDict({k.replace(".", "/"): nn.Parameter(v) for k, v in tensors.items()})
+            for tensors in (whole, left, right)
         )
 
     @classmethod
-    def new(cls, weights: Mapping[str, Tensor], lowered: Iterable[str], rank: int | None, seed: int) -> Change:
-        """A zero change of `weights`; those in `lowered` get matrices of this rank if that takes fewer numbers."""
+    def new(cls, weights: Mapping[str, Tensor], low_rank: set[str], rank: int | None, seed: int) -> Change:
+        """A zero change of `weights`; those in `low_rank` get matrices of a rank if that takes fewer numbers."""
         generator = torch.Generator().manual_seed(seed)
-        low_rank, whole, left, right = set(lowered), {}, {}, {}
+        whole, left, right = {}, {}, {}
         for name, value in weights.items():
             if rank is None or name not in low_rank or value.ndim != 2 or rank * sum(value.shape) >= value.numel():
                 whole[name] = torch.zeros(value.shape)
@@ -53,12 +53,12 @@ class Change(nn.Module):
 
     @property
     def empty(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether there are no additions."""
         return not self.whole and not self.left
 
-    def added(self) -> dict[str, Tensor]:
+    def additions(self) -> dict[str, Tensor]:
         """The additions by weight name."""
-        with torch.autocast(self.device, enabled=False):  # in full precision, as in the finished explainer
+        with torch.autocast(self.device, enabled=False):  # full precision, as in the finished explainer
             low = {name: self.left[name] @ self.right[name] for name in self.left}
         return {name.replace("/", "."): value for name, value in [*self.whole.items(), *low.items()]}
 
@@ -78,40 +78,41 @@ class Copy:
     def __init__(self, vit: Anatomy) -> None:
         self.vit = vit.copied(vit.dtype)
         net = self.vit.net
-        self.own = {name: value.detach() for name, value in net.named_parameters() if value.is_floating_point()}
-        places = {name: name.rpartition(".") for name in self.own}
-        self._places = {name: (net.get_submodule(where), leaf) for name, (where, _, leaf) in places.items()}
+        self.weights = {name: value.detach() for name, value in net.named_parameters() if value.is_floating_point()}
+        places = {name: name.rpartition(".") for name in self.weights}
+        self._modules = {name: (net.get_submodule(where), leaf) for name, (where, _, leaf) in places.items()}
 
-    def lowered(self) -> set[str]:
+    def block_weights(self) -> set[str]:
         """The names of the weights inside the blocks."""
         inside = {id(p) for block in self.vit.blocks for p in block.parameters()}
         return {name for name, value in self.vit.net.named_parameters() if id(value) in inside}
 
-    def reached(self, images: Tensor, read: Callable[[Anatomy, Tensor], Tensor]) -> dict[str, Tensor]:
-        """The weights on which the output of `read` depends."""
-        leaves = {name: value.clone().requires_grad_() for name, value in self.own.items()}
+    def used_weights(self, images: Tensor, read: Callable[[Anatomy, Tensor], Tensor]) -> dict[str, Tensor]:
+        """The weights that the output of `read` depends on."""
+        leaves = {name: value.clone().requires_grad_() for name, value in self.weights.items()}
         with torch.enable_grad():
             out = read(self._put(leaves), images)
-            found = torch.autograd.grad(out.float().square().sum(), list(leaves.values()), allow_unused=True)
-        self._put(self.own)
-        return {name: self.own[name] for name, g in zip(leaves, found, strict=True) if g is not None}
+            gradients = torch.autograd.grad(out.float().square().sum(), list(leaves.values()), allow_unused=True)
+        self._put(self.weights)
+        return {name: self.weights[name] for name, g in zip(leaves, gradients, strict=True) if g is not None}
 
     def with_change(self, change: Change) -> Anatomy:
-        """The changed copy, with gradients to the change."""
-        return self._put({name: self.own[name] + value.to(self.own[name]) for name, value in change.added().items()})
+        """The copy with changed weights, which have gradients to the change."""
+        changed = change.additions().items()
+        return self._put({name: self.weights[name] + value.to(self.weights[name]) for name, value in changed})
 
     def _put(self, weights: Mapping[str, Tensor]) -> Anatomy:
         for name, value in weights.items():
-            module, leaf = self._places[name]
+            module, leaf = self._modules[name]
             module._parameters[leaf] = value
         return self.vit
 
     @torch.no_grad()
-    def settled(self, change: Change) -> Anatomy:
-        """The copy with the change added to its weights permanently."""
-        self._put({name: nn.Parameter(value, requires_grad=False) for name, value in self.own.items()})
-        for name, value in change.added().items():
-            self.own[name] += value.to(self.own[name])
+    def apply(self, change: Change) -> Anatomy:
+        """Add the change to the weights permanently, and return the copy."""
+        self._put({name: nn.Parameter(value, requires_grad=False) for name, value in self.weights.items()})
+        for name, value in change.additions().items():
+            self.weights[name] += value.to(self.weights[name])
         return self.vit
 
 
@@ -124,7 +125,7 @@ def read_tokens(vit: Anatomy, images: Tensor) -> Tensor:
 
 
 class Surrogate(nn.Module):
-    """g(x, S): a changed copy of the model that sees only the patches of a coalition."""
+    """g(x, S): a changed copy of the model on the patches of a coalition."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class ValueBlock(nn.Module):
 
 
 class Values(nn.Module):
-    """phi(x) [B,d,C] before normalisation: a changed copy's last tokens, a norm, a block, a norm, an MLP, tanh.
+    """phi(x) [B,d,C] before normalisation: the last tokens of a changed copy, a norm, a block, a norm, an MLP, tanh.
 
     Prefix tokens take part in the block's attention and are dropped after it.
     """
@@ -180,13 +181,13 @@ class Values(nn.Module):
         return phi
 
 
-def normalised(phi: Tensor, total: Tensor) -> Tensor:
+def normalise(phi: Tensor, total: Tensor) -> Tensor:
     """phi [B,d,C] plus a constant such that sum phi = total [B,C] = v(full) - v(empty)."""
     return phi + ((total - phi.sum(1)) / phi.shape[1])[:, None]
 
 
 class Networks(nn.Module):
-    """The surrogate, whose change is empty if the model itself is the surrogate, and the network of the values."""
+    """The surrogate, whose change is empty if it is the model itself, and the network of the values."""
 
     def __init__(self, surrogate: Surrogate, values: Values) -> None:
         super().__init__()
@@ -198,9 +199,9 @@ class Joined:
 
     def __init__(self, networks: Networks, vit: Anatomy) -> None:
         changes = networks.surrogate.change, networks.values.change
-        self.surrogate = self.backbone = Copy(vit).settled(changes[0])
+        self.surrogate = self.backbone = Copy(vit).apply(changes[0])
         if not (changes[0].empty and changes[1].empty):
-            self.backbone = Copy(vit).settled(changes[1])
+            self.backbone = Copy(vit).apply(changes[1])
         self.values = copy.deepcopy(networks.values).to(vit.device, vit.dtype)
         self.empty = no_patches(self.surrogate)
 
@@ -210,7 +211,7 @@ class Joined:
         same = self.surrogate is self.backbone
         logits = self.backbone.readout(tokens) if same else read_logits(self.surrogate, images)
         total = self.surrogate.probabilities(logits.to(self.empty)) - self.empty
-        return normalised(self.values.read(tokens, self.backbone.layout).to(self.empty), total)
+        return normalise(self.values.read(tokens, self.backbone.layout).to(self.empty), total)
 
 
 @torch.no_grad()
@@ -254,7 +255,7 @@ class ViTShapley(Explainer[Networks]):
         networks.load_state_dict(weights)
         return networks
 
-    def joined(self, vit: Anatomy) -> Joined:
+    def join(self, vit: Anatomy) -> Joined:
         """This explainer joined with a model; cached until the model's weights change."""
         cache = _JOINED.setdefault(self, WeakKeyDictionary())
         now = stamp(vit.model)
@@ -265,7 +266,7 @@ class ViTShapley(Explainer[Networks]):
 
     def surrogate(self, vit: Anatomy) -> Anatomy:
         """The surrogate as a model that can be explained and measured like any other."""
-        return self.joined(vit).surrogate
+        return self.join(vit).surrogate
 
     def __repr__(self) -> str:
         grid = "x".join(map(str, self.model["patch_grid"]))

@@ -37,10 +37,10 @@ class ShapleySettings(Training):
         "code": {**_PAPER, "coalitions": "code"},
     }
     free: ClassVar[frozenset[str]] = Training.free - {"steps", "epochs"} | {"check"}
-    """The rates fall over all steps, so the number of steps must not change."""
+    """Without the number of steps, on which the learning rates depend."""
 
     surrogate: Literal["trained", "model"] = "trained"
-    """What gives the value of a coalition: a copy of the model trained to work without patches, or the model itself."""
+    """The model of the values of coalitions: a copy that is trained to work without patches, or the model itself."""
     surrogate_steps: Count | None = None
     """Number of batches for the surrogate; by default `surrogate_epochs` over the data."""
     surrogate_epochs: Positive = 1.0

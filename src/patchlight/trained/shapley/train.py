@@ -39,7 +39,7 @@ from patchlight.trained.shapley.networks import (
     Values,
     ViTShapley,
     no_patches,
-    normalised,
+    normalise,
     read_logits,
     read_tokens,
 )
@@ -82,7 +82,7 @@ def train(
         progress: As in `explain`, in steps.
     """
     vit = wrap(vit)
-    settings = (settings or ShapleySettings()).decided(vit)
+    settings = (settings or ShapleySettings()).with_precision(vit)
     check_training(ViTShapley, vit, loader, held_out, "check on")
     frozen = vit.wide()
     devices = Devices(frozen)
@@ -100,7 +100,7 @@ def train(
 
 
 def _surrogate(vit: Anatomy, settings: ShapleySettings, run: TrainingRun) -> tuple[Surrogate, dict[str, Any] | None]:
-    """Train the surrogate, and return it with its last report; without a report if it is the model itself."""
+    """Train the surrogate and return it with its last report, which is None if the surrogate is the model itself."""
     if settings.surrogate == "model":
         return Surrogate(Change({}, {}, {})), None
     length = {"steps": settings.surrogate_steps, "epochs": settings.surrogate_epochs}
@@ -128,7 +128,7 @@ class CopyLearner(Learner[Report]):
     def prepare(self, network: nn.Module, vit: Anatomy, rate: float, steps: int) -> None:
         """Set the network and its optimiser."""
         self.network = network.to(vit.device)
-        self.joined = self.devices.joined(self.network)
+        self.parallel = self.devices.parallel(self.network)
         self.optimiser = Annealed(self.network, rate, self.settings.weight_decay, self.settings.warmup, steps)
 
     def state(self) -> Parts:
@@ -140,7 +140,7 @@ class CopyLearner(Learner[Report]):
 
 
 class SurrogateLearner(CopyLearner[SurrogateProgress]):
-    """A copy of the model that learns to work without patches."""
+    """Trains a copy of the model to work without patches."""
 
     network: Surrogate
     part, report_kind = "surrogate", SurrogateProgress
@@ -151,8 +151,8 @@ class SurrogateLearner(CopyLearner[SurrogateProgress]):
         s = settings
         self.vit, self.settings, self.devices = lowered(vit, s.precision), settings, devices
         self.copy = Copy(vit)
-        weights = self.copy.reached(_blank(vit), read_logits)
-        change = Change.new(weights, self.copy.lowered(), s.rank, s.seed)
+        weights = self.copy.used_weights(_blank(vit), read_logits)
+        change = Change.new(weights, self.copy.block_weights(), s.rank, s.seed)
         self.prepare(Surrogate(change), vit, s.surrogate_rate, steps)
 
     def step(self, batch: Any, index: int) -> Tensor:
@@ -163,7 +163,7 @@ class SurrogateLearner(CopyLearner[SurrogateProgress]):
             with torch.no_grad():
                 clean = read_logits(vit, images).float()
                 before = coalition_logits(vit, images, z, len(images))[:, 0].float()
-            masked = self.joined(self.copy, images, z, max(1, len(images) // 4))[:, 0].float()
+            masked = self.parallel(self.copy, images, z, max(1, len(images) // 4))[:, 0].float()
         loss = kl_divergence(clean, masked, vit.outputs).mean()
         self.devices.backward(loss)
         self.optimiser.step(index)
@@ -174,7 +174,7 @@ class SurrogateLearner(CopyLearner[SurrogateProgress]):
 
 
 class ValueLearner(CopyLearner[ShapleyProgress]):
-    """The network that predicts the values, and the surrogate that it learns from."""
+    """Trains the network that predicts the values of the surrogate."""
 
     network: Values
     part, report_kind = "values", ShapleyProgress
@@ -187,11 +187,11 @@ class ValueLearner(CopyLearner[ShapleyProgress]):
         s = settings
         self.settings, self.devices = settings, devices
         with torch.no_grad():
-            self.vit = lowered(Copy(vit).settled(surrogate.change), s.precision)
+            self.vit = lowered(Copy(vit).apply(surrogate.change), s.precision)
         self.copy = Copy(vit)
-        weights = self.copy.reached(_blank(vit), read_tokens) if s.backbone == "trained" else {}
-        change = Change.new(weights, self.copy.lowered(), s.rank, s.seed)
-        change.load_state_dict({**change.state_dict(), **_same(surrogate.change, change)})
+        weights = self.copy.used_weights(_blank(vit), read_tokens) if s.backbone == "trained" else {}
+        change = Change.new(weights, self.copy.block_weights(), s.rank, s.seed)
+        change.load_state_dict({**change.state_dict(), **_shared_state(surrogate.change, change)})
         hidden = max(1, round(s.ratio * vit.width))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(s.seed)
@@ -201,7 +201,7 @@ class ValueLearner(CopyLearner[ShapleyProgress]):
             self.empty = no_patches(self.vit).float()
 
     def step(self, batch: Any, index: int) -> Tensor:
-        loss, even = self.losses(batch, index, self.joined)
+        loss, even = self.losses(batch, index, self.parallel)
         self.devices.backward(loss)
         self.optimiser.step(index)
         return self.devices.mean(torch.stack([loss.detach(), even]))
@@ -217,7 +217,7 @@ class ValueLearner(CopyLearner[ShapleyProgress]):
                 total = self._worth(read_logits(vit, images)) - self.empty
                 worth = self._worth(coalition_logits(vit, images, z, free_chunk(vit))) - self.empty
             phi = network(self.copy, images)
-        return fit(normalised(phi.float(), total), z, worth), fit(normalised(torch.zeros_like(phi), total), z, worth)
+        return fit(normalise(phi.float(), total), z, worth), fit(normalise(torch.zeros_like(phi), total), z, worth)
 
     def _worth(self, logits: Tensor) -> Tensor:
         return self.vit.probabilities(logits.float())
@@ -236,14 +236,14 @@ def fit(phi: Tensor, z: Tensor, gain: Tensor) -> Tensor:
     return phi.shape[1] * (z.to(phi) @ phi - gain).square().mean()
 
 
-def _same(first: Change, other: Change) -> dict[str, Tensor]:
-    """The part of a change's state that another change has too."""
+def _shared_state(first: Change, other: Change) -> dict[str, Tensor]:
+    """The part of a change's state that fits another change."""
     state = other.state_dict()
     return {k: v for k, v in first.state_dict().items() if k in state and v.shape == state[k].shape}
 
 
 def _blank(vit: Anatomy) -> Tensor:
-    """One image of noise, to find the weights that an output depends on."""
+    """One image of noise, for `Copy.used_weights`."""
     generator = torch.Generator().manual_seed(0)
     return vit.place(torch.randn(1, *vit.input_shape, generator=generator))
 
