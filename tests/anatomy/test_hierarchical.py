@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import nn
+from timm.models.swin_transformer import window_partition
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import patchlight as pl
 from patchlight.anatomy.load import list_models
@@ -102,7 +105,7 @@ def test_what_works_and_what_is_refused(family: str) -> None:
     refused = {
         "lrp": "cover plain ViT blocks, and those of",
         "transatt": "cover plain ViT blocks, and those of",
-        "tis": "merges patches",
+        "tis": "merges patches.*unit='patch' works",
         "atman": "between all tokens",
         "tam": "over one grid of tokens",
         "bt-h": "over one grid of tokens",
@@ -120,6 +123,8 @@ def test_what_works_and_what_is_refused(family: str) -> None:
         pl.explain(vit, batch, "genatt", readout="cls")
     for name in ("ixg", "grad", "ixg.libra"):
         assert pl.explain(vit, batch, name, level="pixel").grid == (64, 64)
+    assert pl.explain(vit, batch, "tis", unit="patch", samples=12).grid == vit.grid
+    assert pl.explain(vit, batch, "posterior", masks="activations", samples=12).grid == vit.grid
     with pytest.raises(Unsupported, match="cannot drop tokens: each of its stages merges"):
         vit.run(vit.embed(batch), keep=torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(Unsupported, match="cannot drop tokens"):
@@ -211,3 +216,42 @@ def test_a_token_that_joins_the_patches_later_has_no_place_in_the_map() -> None:
 def test_the_default_method_works_where_a_token_joins_later(name: str) -> None:
     vit = tiny_models.opened(name)
     assert pl.explain(vit, tiny_models.inputs(name)).scores.shape == (2, *vit.grid)
+
+
+def effect_of_replacing(model: Any, hidden: Tensor, hides: bool) -> float:
+    """How far the logits move if the `hidden` cells [h,w] of a Swin's stage show another image.
+
+    `hides` sets the keys of these cells to minus infinity in every window; of a coarser stage, those of cells that are
+    hidden as a whole.
+    """
+
+    def hide(block: Any) -> Callable[..., Any]:
+        here = block.input_resolution
+        finer = here[0] >= len(hidden)
+        cells = (
+            F.interpolate(hidden[None, None].float(), here)
+            if finer
+            else 1 - F.max_pool2d(1 - hidden[None].float(), 2)[None]
+        )
+        keys = window_partition(cells.view(1, *here, 1), block.window_size).flatten(1).bool()
+        mask = torch.zeros(*keys.shape, keys.shape[1]).masked_fill(keys[:, None], -1e9)  # some windows are hidden whole
+        return lambda _, args, named: (args, {"mask": mask})
+
+    shown, other = images(shared("swin"), 2).split(1)
+    pixels = F.interpolate(hidden[None, None].float(), shown.shape[2:])
+    blocks = [block for stage in model.layers for block in stage.blocks] if hides else []
+    hooks = [block.attn.register_forward_pre_hook(hide(block), with_kwargs=True) for block in blocks]
+    with torch.no_grad():
+        before, after = model(torch.cat([shown, torch.where(pixels > 0, other, shown)]))
+    for hook in hooks:
+        hook.remove()
+    return float((after - before).norm())
+
+
+def test_patches_whose_keys_are_hidden_in_every_window_still_reach_the_output() -> None:
+    """Why tokens of a Swin are not removed: merging and the mean at the end read hidden patches, too."""
+    model, shares = FAMILIES["swin"]().eval(), []
+    for seed in range(20):
+        hidden = torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) < 0.5
+        shares.append(effect_of_replacing(model, hidden, True) / effect_of_replacing(model, hidden, False))
+    assert min(shares) > 0.3

@@ -29,13 +29,26 @@ def asked(vit: Anatomy, batch: Tensor, classes: list[int], score: Score = "proba
     return Ask(vit, batch, targets, score, seed, RULES["plain"])
 
 
+def outputs_of_blocks(vit: Anatomy, image: Tensor) -> list[Tensor]:
+    """The patches [N,D] behind each block; of a Swin, of the stage that it is opened at."""
+    if not vit.hierarchical:
+        with pl.trace(vit, image) as t:
+            return [x[0, vit.prefix :] for x in t.tokens[1:]]
+    outputs: list[Tensor] = []
+    blocks = next(stage.blocks for stage in vit.model.layers if stage.blocks[0].input_resolution == vit.grid)
+    hooks = [block.register_forward_hook(lambda _, __, out: outputs.append(out[0].flatten(0, 1))) for block in blocks]
+    with torch.no_grad():
+        vit.model(image)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
 def literal_tis(
     vit: Anatomy, image: Tensor, target: int, samples: int, ratios: list[float], seed: int, variant: str
 ) -> Tensor:
     """The card's steps, one mask at a time."""
-    with pl.trace(vit, image) as t:
-        outputs = [x[0, vit.prefix :] for x in t.tokens[1:]]
-    points = torch.cat(outputs, 1).T.float().double().numpy()
+    points = torch.cat(outputs_of_blocks(vit, image), 1).T.float().double().numpy()
     np.random.seed(12345 + seed)
     initial = np.random.choice(len(points), samples, replace=False)
     centroids = slow_lloyd(points, initial, 100, "reseed")
@@ -50,7 +63,8 @@ def literal_tis(
             with torch.no_grad():
                 if variant == "patch":
                     pixels = torch.from_numpy(shown).view(1, 1, *vit.grid)
-                    pixels = pixels.repeat_interleave(16, 2).repeat_interleave(16, 3)
+                    step = image.shape[-1] // vit.grid[-1]
+                    pixels = pixels.repeat_interleave(step, 2).repeat_interleave(step, 3)
                     logits = vit.logits(image * pixels)
                 else:
                     keep = torch.from_numpy(shown.nonzero()[0])[None]
@@ -69,6 +83,7 @@ def literal_tis(
         ("deit-distilled", {"keep": [0.3, 0.6]}, "token"),
         ("reg4-gap", {"inverted": True, "keep": 0.3}, "inverted"),
         ("vit", {"unit": "patch", "fill": "zero"}, "patch"),
+        ("swin", {"unit": "patch", "fill": "zero"}, "patch"),
     ],
 )
 def test_tis_is_the_papers(family: str, settings: dict[str, Any], variant: str) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.registry import Settings
 from patchlight.core.resize import to_pixels
 from patchlight.evidence.ablation import Count, PixelMasks, RankRanges, Variants
 from patchlight.evidence.fills import Fill, Filling, fill_images
@@ -181,12 +180,6 @@ def _blurred_copy(ask: Ask) -> Tensor:
         if float(ask.score_variants(PixelMasks(torch.zeros(1).long(), everything, copy))) <= HIDDEN:
             break
     return copy
-
-
-def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if len(vit.grid) != 2:
-        return f"it blurs and orders the pixels of an image, and the grid of {vit.name} has {len(vit.grid)} axes"
-    return refuse_prior(settings, vit)
 
 
 @ablates(

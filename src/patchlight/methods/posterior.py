@@ -169,8 +169,8 @@ def _source(masks: MaskSource | Literal["auto"], vit: Anatomy) -> MaskSource:
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if settings["unit"] == "token" and vit.can_drop is not None:
         return f"{vit.can_drop}; unit='patch' works"
-    if settings["masks"] == "activations" and _source("auto", vit) != "activations":
-        return f"the blocks of {vit.name} have no single grid of patches to make masks of; masks='grids' works"
+    if settings["masks"] == "activations" and vit.depth == 0:
+        return f"{vit.name} is opened as a feature map, without blocks to make masks of; masks='grids' works"
     prior = settings["prior"]
     if prior in ("auto", "none"):
         return None

@@ -20,8 +20,8 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
 def block_outputs(vit: Anatomy) -> Reads:
-    """The output tokens of every block."""
-    return Reads(("y", layer) for layer in range(vit.depth))
+    """The output tokens of every block; of a hierarchical model, those of the stage that it is opened at."""
+    return Reads(("y", layer) for layer in range(vit.stage_end if vit.hierarchical else vit.depth))
 
 
 def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
@@ -32,7 +32,7 @@ def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
     """
     vit = ask.vit
     values, _ = ask.forward(block_outputs(vit))
-    points = torch.cat([vit.layout.of_cells(values["y", layer]).float().mT for layer in range(vit.depth)], 1)
+    points = torch.cat([vit.layout.of_cells(values[read]).float().mT for read in sorted(block_outputs(vit))], 1)
     if standardise:
         points = points - points.mean(-1, keepdim=True)
         points = points / points.std(-1, correction=0, keepdim=True).clamp_min(1e-6)
@@ -96,13 +96,9 @@ def sampled_scores(
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
-    if vit.can_drop is not None and (settings["unit"] == "token" or vit.hierarchical):
-        return vit.can_drop
-    return (
-        None
-        if vit.depth
-        else (f"it clusters the outputs of blocks, and {vit.name} is opened as a feature map without blocks")
-    )
+    if settings["unit"] == "token" and vit.can_drop is not None:
+        return vit.can_drop + "; unit='patch' works" * bool(vit.depth)
+    return None if vit.depth else f"it clusters the outputs of blocks, and {vit.name} is opened as a feature map"
 
 
 @ablates(
@@ -138,8 +134,9 @@ def tis(
     The outputs of all L blocks are L*D points of dimension N (patches), and mask M_j [N] shows the patches where
     centroid j of their k-means is largest. The transformer runs on the prefix tokens and those patches alone, taken
     after the position embedding. A patch that no mask shows gets the image's lowest value. The k-means begins where the
-    authors' code does after `numpy.random.seed(12345 + seed)`. Preset `authors`: empty clusters at zero, and the map
-    stretched to [0, 1]. 1 + samples len(keep) forward passes, no backward pass.
+    authors' code does after `numpy.random.seed(12345 + seed)`. Hierarchical models need `unit="patch"`, and the blocks
+    are those of the stage of the map. Preset `authors`: empty clusters at zero, and the map stretched to [0, 1].
+    1 + samples len(keep) forward passes, no backward pass.
 
     Args:
         samples: Number of centroids, at most one for each point.
