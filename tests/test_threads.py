@@ -177,9 +177,21 @@ def test_threads_share_a_model_in_half_precision() -> None:
     together(explains, explains, explains)
 
 
-def test_functions_of_the_users_own_run_under_a_lock() -> None:
-    """A model described by plain functions is put into evaluation mode, by one thread at a time."""
+class Watched(nn.Dropout):
+    """Dropout that records every change of its mode."""
+
+    changes = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["changes"] = self.changes + (name == "training")
+        super().__setattr__(name, value)
+
+
+def test_functions_of_the_users_own_run_on_the_twin() -> None:
+    """A model described by plain functions stays in training mode, and is never switched, not even for a moment."""
     model: Any = dropping(True)
+    model.pos_drop = Watched(0.5)
+    before = model.pos_drop.changes
     about: dict[str, Any] = {"grid": (4, 4), "prefix": 1, "pooling": "cls", "heads": 4, "classes": 7}
     vit = pl.wrap(
         model,
@@ -199,5 +211,6 @@ def test_functions_of_the_users_own_run_under_a_lock() -> None:
 
     together(explains, explains, explains)
     assert all(m.training for m in model.modules())
+    assert model.pos_drop.changes == before
     plain = pl.wrap(tiny())
     torch.testing.assert_close(alone["genatt"], pl.explain(plain, batch, "genatt", target=1).scores)

@@ -16,6 +16,8 @@ from patchlight.anatomy.bags import BagAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.ablation import Ablation, TokenSubsets
 from patchlight.evidence.coalitions import Unseen
+from tests.families import shared
+from tests.helpers import refuses
 
 E = 8
 
@@ -405,3 +407,30 @@ def test_the_model_is_not_changed_and_bags_of_any_length_share_its_copy() -> Non
     assert other.running is vit.running
     assert model.training
     assert other.sized(17).grid == vit.grid
+
+
+@pytest.mark.parametrize(
+    "bag",
+    [
+        a_bag().to_sparse(),
+        torch.quantize_per_tensor(a_bag().float(), 0.1, 0, torch.qint8),
+        a_bag().to(torch.complex64),
+        a_bag().to("meta"),
+    ],
+)
+def test_tensors_without_plain_numbers_are_refused_in_one_sentence(bag: Tensor) -> None:
+    refuses("give a dense, real one", pl.explain, pl.wrap(head(), bag=E), bag, "ixg")
+
+
+def test_paths_that_are_too_long_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    """The file system raises an error of its own for them, in place of finding no file."""
+    path = str(tmp_path / ("a" * 5000))
+    vit, tiles = shared("vit"), pl.wrap(head(), bag=E)
+    refuses("no image at", pl.explain, vit, path, "genatt")
+    refuses("no bag at", pl.explain, tiles, path, "ixg")
+    refuses("no label file at", pl.wrap, vit.model, labels=path)
+    refuses("no weights at", pl.load, "pocket", weights=path)
+    refuses("no preprocessing at", pl.wrap, vit.model, preprocess=path)
+    refuses("no folder at", pl.load, f"hf:{path}")
+    refuses("no recipe at", pl.bench.read_recipe, path)
+    refuses("does not exist", pl.open_data, "imagenet", path)

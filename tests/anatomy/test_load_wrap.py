@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import patchlight as pl
 from patchlight.anatomy.load import list_models
+from patchlight.anatomy.opened import Anatomy
 from patchlight.testing import check_method
 from tests.families import CLASSES, FAMILIES, build, images, randomise, shared
+from tests.helpers import assert_near, refuses, tiny
 
 SMALL = {"img_size": 64, "embed_dim": 48, "depth": 3, "num_heads": 4}
 
@@ -441,3 +444,49 @@ def test_load_takes_a_module_too() -> None:
         pl.load(model, weights="weights.safetensors")
     with pytest.raises(pl.PatchlightError, match="load needs a name or a module, not int"):
         pl.load(3)  # type: ignore[arg-type]
+
+
+class Holder:
+    """An object that is no module and contains one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+def _described(model: Any, embed: Any, readout: Any, classes: int = CLASSES) -> Anatomy:
+    names: dict[str, Any] = {"grid": (4, 4), "prefix": 1, "pooling": "cls", "heads": 4, "classes": classes}
+    names["preprocess"] = pl.Preprocess((64, 64))
+    return pl.wrap(model, embed=embed, blocks=model.blocks, readout=readout, **names)
+
+
+def test_functions_run_on_copies_wherever_they_refer_to_the_model() -> None:
+    """In a closure, a default, a nested function, a dictionary; a module of another model stays itself."""
+    model, scale = tiny().train(), nn.Linear(CLASSES, 5)
+    parts, seen = {"norm": model.norm, "eps": [0.5, None]}, list[Any]()
+
+    def stem(x: Tensor, own: Any = model) -> Tensor:
+        seen.append((own, parts["norm"], scale))
+        return own.norm_pre(own._pos_embed(own.patch_embed(x)))  # type: ignore[no-any-return]
+
+    vit = _described(model, lambda x: stem(x), lambda tokens: scale(model.forward_head(parts["norm"](tokens))), 5)
+    batch = images(vit)
+    with torch.no_grad():
+        assert_near(vit.logits(batch), scale(tiny()(batch)), 1e-6)
+    own, norm, other = seen[-1]
+    assert (own, norm) == (vit.net, vit.net.norm)
+    assert other is scale
+    assert model.training
+
+
+def test_a_model_in_training_mode_whose_functions_hide_it_is_refused_in_one_sentence() -> None:
+    model = tiny().train()
+    holder = Holder(model)
+    head = model.forward_head
+
+    def stem(x: Tensor) -> Any:
+        return holder.model.norm_pre(holder.model._pos_embed(holder.model.patch_embed(x)))
+
+    refuses("an object of class Holder, which a copy cannot replace", _described, model, stem, head)
+    vit = _described(model.eval(), stem, lambda tokens: head(model.norm(tokens)))
+    model.train()
+    refuses("call model.eval() first", vit.logits, images(vit))

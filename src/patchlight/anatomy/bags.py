@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -278,11 +279,13 @@ def read_features(source: Any) -> Tensor:
         tensor = found if isinstance(found, Tensor) else torch.as_tensor(np.asarray(found))
     except (TypeError, ValueError) as error:
         raise PatchlightError(f"a bag of type {type(source).__name__} cannot be read; {GIVE_BAG}") from error
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex() or tensor.is_meta:
+        raise PatchlightError("the bag is a sparse, quantised, complex or meta tensor; give a dense, real one")
     return tensor.detach() if tensor.is_floating_point() else tensor.float()
 
 
 def _read_file(path: Path) -> Any:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise PatchlightError(f"no bag at '{path}'; {GIVE_BAG}")
     try:
         if path.suffix == ".npy":

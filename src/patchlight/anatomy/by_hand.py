@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import parts_of_timm
+from patchlight.anatomy.twin import on_copies
+from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import modules_of
 
 
@@ -39,12 +39,20 @@ class DescribedAnatomy(Anatomy):
         return [self.twin.moved(block) for block in self._given[1]]
 
     @property
-    def functions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """`embed` and `readout` as they were given."""
-        return self._given[0], self._given[2]
+    def functions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]:
+        """`embed` and `readout` over the modules of the twin, and the class of an object that prevents it, or ""."""
+        running, (embed, _, readout) = self.running, self._given
+        if running.part[0] is not running.net:
+            try:
+                over = *(on_copies(function, self.twin.moved) for function in (embed, readout)), ""
+            except LookupError as error:
+                over = embed, readout, str(error)
+            running.part = running.net, over
+        functions: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str] = running.part[1]
+        return functions
 
     def embed(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.twin.moved(self._given[0])(images))
+        return self.functions[0](images)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         from patchlight.anatomy.hf import required_after_first
@@ -54,7 +62,7 @@ class DescribedAnatomy(Anatomy):
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def features(self, tokens: Tensor) -> Tensor:
-        return cast(Tensor, self.twin.moved(self._given[2])(tokens))
+        return self.functions[1](tokens)
 
     def model_output(self, images: Tensor) -> Any:
         """The output of the model itself, if that is logits; its forward may take or return anything."""
@@ -68,16 +76,18 @@ class DescribedAnatomy(Anatomy):
 
     @property
     def castable(self) -> bool:
-        return not any(self.twin.moved(f) is f for f in map(_inner, self.functions))
+        return not any(self.twin.moved(f) is f for f in map(_inner, self._given[::2]))
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """Keep the twin up to date; run functions that are not methods of the model in evaluation mode.
-
-        Such functions run the user's own modules. If one is in training mode, it is switched to evaluation mode under a
-        lock, because other threads can see it.
-        """
-        with super().steady(), contextlib.nullcontext() if self.castable else _evaluating(self.model):
+        """Also refuse a model in training mode if the functions that describe it would run its own modules."""
+        with super().steady():
+            hides = self.functions[2]
+            if hides and any(module.training for module in modules_of(self.model)):
+                raise PatchlightError(
+                    f"{self.name} is in training mode, and the functions that describe it use an object of class "
+                    f"{hides}, which a copy cannot replace; call model.eval() first, or give methods of the model"
+                )
             yield
 
     def parts(self, index: int) -> Parts:
@@ -86,19 +96,3 @@ class DescribedAnatomy(Anatomy):
 
 def _inner(function: Any) -> Any:
     return _inner(function.func) if isinstance(function, partial) else function
-
-
-_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    with _LOCKS.setdefault(model, threading.RLock()):
-        training = [m for m in modules_of(model) if m.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True

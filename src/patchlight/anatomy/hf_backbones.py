@@ -6,6 +6,7 @@ Backbones (ViT, DeiT, DINOv2, DINOv3, MAE), and CLIP and SigLIP with or without 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -178,7 +179,7 @@ def create_hf(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     except ImportError as error:
         raise missing_extra("'hf:' models need", "transformers", "hf") from error
     name, fetch = request.name, request.pretrained
-    local = name != "" and Path(name).is_dir()
+    local = os.path.isdir(name)
     if not local and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise PatchlightError(f"no folder at '{name}'; give hf:FOLDER, or hf:OWNER/NAME for a model of the hub")
     if local and fetch:

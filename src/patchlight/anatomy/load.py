@@ -62,8 +62,8 @@ def wrap(
 
     A module of yours that runs one of these models inside is opened at the blocks of that backbone; what it does around
     them is its embedding and head. Any other model is described by hand: give `embed`, `blocks`, `readout`, `grid`,
-    `prefix`, `pooling`, `heads`, `classes` and `preprocess`. Functions that are methods of the model run on its twin;
-    others run its own modules, switched to evaluation mode under a lock if necessary.
+    `prefix`, `pooling`, `heads`, `classes` and `preprocess`. These functions run on the twin, too: copies replace the
+    modules that they refer to.
 
     Args:
         model: A torch module, or an Anatomy that gets another head.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         raise missing_extra("'open_clip:' models need", "open_clip_torch", "open_clip") from error
     name, tag, fetch = request.name, request.tag, request.pretrained
     options: dict[str, Any] = {"pretrained_text": fetch, **request.options}
-    local = Path(name).is_dir()
+    local = os.path.isdir(name)
     if local:
         if not (Path(name) / "open_clip_config.json").is_file():
             raise PatchlightError(f"'{name}' has no open_clip_config.json, so it is not an open_clip folder")

@@ -58,7 +58,7 @@ class Running:
     prepared: dict[Any, Any] = field(default_factory=dict)
     """Questions that were prepared for images."""
     part: tuple[Any, Any] = (None, None)
-    """For a model that contains another: the copy in use, and the anatomy of the inner one."""
+    """The copy in use, and the anatomy of the model inside it, or the functions that describe it, over this copy."""
 
 
 class Anatomy(Readout):

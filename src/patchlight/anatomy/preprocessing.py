@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,11 +59,11 @@ def as_spec(source: Any) -> PreprocessSpec:
 
 
 def _read_path(path: Path) -> Prepared:
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / PROCESSOR).is_file():
             raise PatchlightError(f"no {PROCESSOR} in '{path}'; give the folder of an image processor, or a file")
         return _from_folder(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise PatchlightError(f"no preprocessing at '{path}'; give a JSON or TOML file, or a processor's folder")
     if path.name == PROCESSOR:
         return _from_folder(path.parent)

@@ -10,9 +10,19 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import MethodType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -214,6 +224,65 @@ class _Copies:
             plain = isinstance(value, nn.Parameter) and type(mine) is Tensor
             self._tensors[id(value)] = nn.Parameter(mine, requires_grad=False) if plain else mine
         return self._tensors[id(value)]
+
+
+_DATA = (str, bytes, int, float, complex, NoneType, np.ndarray, torch.dtype, torch.device)
+_LIBRARY = (type, ModuleType, BuiltinFunctionType, MethodDescriptorType)
+
+
+def on_copies(value: Any, moved: Callable[[Any], Any], functions: dict[int, FunctionType] | None = None) -> Any:
+    """A user's function that runs the copies of a model's modules wherever it refers to the modules.
+
+    Its closure, its defaults, the globals of its file and the functions there are searched.
+
+    Args:
+        value: The function, or a value that it refers to.
+        moved: From a value to the same value with modules replaced by their copies.
+        functions: The functions that are replaced already, by the ids of the originals.
+
+    Raises:
+        LookupError: It refers to an object that may contain the modules.
+    """
+    functions = {} if functions is None else functions
+
+    def move(value: Any) -> Any:
+        return on_copies(value, moved, functions)
+
+    if isinstance(value, partial):
+        return partial(move(value.func), *map(move, value.args), **move(value.keywords))
+    copied = moved(value)
+    if copied is not value or isinstance(value, _DATA + _LIBRARY):
+        return copied
+    if type(value) in (list, tuple, dict):
+        inside = value.values() if type(value) is dict else value
+        changed = list(map(move, inside))
+        if all(map(operator.is_, changed, inside)):
+            return value
+        return dict(zip(value, changed, strict=True)) if type(value) is dict else type(value)(changed)
+    if isinstance(value, nn.Module) and all(moved(module) is module for module in value.modules()):
+        return value  # not a part of the model
+    if not isinstance(value, FunctionType):
+        raise LookupError(type(value.__self__ if isinstance(value, MethodType) else value).__name__)
+    if id(value) in functions:
+        return functions[id(value)]
+    cells, given = value.__closure__ or (), value.__globals__
+    used = {name: given[name] for name in _names(value.__code__) if name in given}
+    mine = tuple(CellType() for _ in cells)
+    function = FunctionType(value.__code__, names := dict(given), value.__name__, move(value.__defaults__), mine)
+    functions[id(value)] = function
+    function.__kwdefaults__ = move(value.__kwdefaults__)
+    for cell, theirs in zip(mine, cells, strict=True):
+        cell.cell_contents = move(theirs.cell_contents)
+    for name, other in used.items():
+        if not isinstance(other, FunctionType) or other.__globals__ is given:  # functions of libraries stay
+            names[name] = move(other)
+    return function
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names of globals that a function may read, also in functions that it defines."""
+    inside = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inside)
 
 
 def _uncompile(module: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ def read_labels(labels: str | Path | Sequence[str] | Mapping[int, str]) -> list[
     if not isinstance(labels, str | Path):
         return [str(label) for label in labels]
     path = Path(labels)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise PatchlightError(f"no label file at '{path}'")
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -93,7 +94,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     Prefixes that wrappers add to all names are removed.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise PatchlightError(f"no weights at '{path}'")
     if path.suffix not in (".safetensors", ".pth", ".pt", ".bin"):
         raise PatchlightError(f"'{path}' cannot be read as weights; give a .safetensors, .pth, .pt or .bin file")

@@ -204,7 +204,7 @@ def split_names(words: str | None) -> list[str]:
 
 def check_images(paths: Iterable[str | Path]) -> None:
     """Refuse a path with no image or folder."""
-    missing = next((path for path in paths if not Path(path).exists()), None)
+    missing = next((path for path in paths if not os.path.exists(path)), None)
     if missing is not None:
         raise PatchlightError(f"no image or folder at '{missing}'")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -181,7 +182,7 @@ class ModelOptions:
     def check(self, *classes: str | None) -> None:
         """Refuse what is wrong with the model and these classes, as far as that is possible without loading it."""
         for option, paths in (("weights", [self.weights]), ("labels", [self.labels]), ("similar-to", self.similar_to)):
-            missing = next((path for path in paths or () if path is not None and not path.is_file()), None)
+            missing = next((path for path in paths or () if path is not None and not os.path.isfile(path)), None)
             if missing is not None:
                 raise PatchlightError(f"no file at '{missing}' (--{option})")
         self.spec()
@@ -277,7 +278,7 @@ class QuestionOptions:
         if point is not None:
             return [Region(point=point, predicted=task == "segmentation", **about)]
         against: Any = self.against_region
-        if against is not None and not Path(against).exists():
+        if against is not None and not os.path.exists(against):
             against = self._numbers("against_region", 4)
         if region is not None or self.region_mask is not None:
             return [Region(self.region_mask, box=region, against=against, **about)]

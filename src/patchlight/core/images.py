@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -214,7 +215,7 @@ def open_mask(path: Path) -> Image.Image:
 
 
 def _open(path: Path, convert: Callable[[Image.Image, str], Image.Image]) -> Image.Image:
-    if not path.exists():
+    if not os.path.exists(path):
         raise PatchlightError(f"no image at '{path}'")
     if path.is_dir():
         raise PatchlightError(f"'{path}' is a folder; give the image files in it")

@@ -74,7 +74,7 @@ def find_recipe(recipe: str | Path, kind: str = "bench") -> Traversable:
     is_path = isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe or os.sep in recipe
     if not is_path and str(recipe) in bundled:
         return bundled[str(recipe)]
-    if is_path and Path(recipe).exists():
+    if is_path and os.path.exists(recipe):
         return Path(recipe)
     name = Path(recipe).name.removesuffix(".toml")
     problem = f"no recipe at '{recipe}'" if is_path else f"no bundled recipe is called '{recipe}'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def open_images(
         return data if listed is None else data.select_listed(listed)
     files: dict[str, Path] = {}
     for path in paths:
-        root = path if path.is_dir() else path.parent
-        for file in list_images(path) if path.is_dir() else [path]:
+        root = path if os.path.isdir(path) else path.parent
+        for file in list_images(path) if os.path.isdir(path) else [path]:
             name = file.relative_to(root).as_posix()
             files[name if len(paths) == 1 or name not in files else file.as_posix()] = file
     data = Data(paths[0].name, list(files), lambda name: Sample(name, open_image(files[name])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -298,8 +299,8 @@ def _check(sample: Sample, data: Data) -> Sample:
 def existing_folder(path: str | Path, what: str) -> Path:
     """The path of an existing folder; `what` is its content in errors."""
     path = Path(path)
-    if not path.is_dir():
-        why = "is not a folder" if path.exists() else "does not exist"
+    if not os.path.isdir(path):
+        why = "is not a folder" if os.path.exists(path) else "does not exist"
         raise PatchlightError(f"'{path}' {why}; give the folder of {what}")
     return path
 
