@@ -87,7 +87,7 @@ def test_an_index_is_a_place_in_the_data_s_own_order(tmp_path: Path) -> None:
     theirs = [Path(path).stem for path, _ in ImageFolder(str(tmp_path / "val")).samples]
     data = open_data("imagenet", tmp_path / "val")
     assert list(data.names) == theirs == [f"ILSVRC2012_val_0000000{i}" for i in (2, 9, 3)]
-    listed = data.select_listed(written(tmp_path, "2\n0\n"))
+    listed = data.listed(written(tmp_path, "2\n0\n"))
     assert listed.names == [theirs[2], theirs[0]]
     assert [sample.label for sample in listed] == [1, 0]
 
@@ -97,8 +97,8 @@ def test_every_kind_of_data_takes_lists(kind: str, tmp_path: Path) -> None:
     path = None if kind == "counting" else pictures(tmp_path / "images", 4)
     data = open_data(kind, path, **({"count": 4} if kind == "counting" else {}))
     wanted = [data.names[3], data.names[0]]
-    assert data.select_listed(written(tmp_path, "\n".join(wanted))).names == wanted
-    assert data.select_listed(written(tmp_path, "3\n0\n")).names == wanted
+    assert data.listed(written(tmp_path, "\n".join(wanted))).names == wanted
+    assert data.listed(written(tmp_path, "3\n0\n")).names == wanted
 
 
 def listing(images: Path, file: Path) -> str:

@@ -69,7 +69,7 @@ def open_images(
         if len(paths) > 1:
             raise PatchlightError(f"{len(paths)} paths were given; a data set of kind '{kind}' has one")
         data = open_data(kind, paths[0], **({"classes": classes} if classes and takes_classes(kind) else {}))
-        return data if listed is None else data.select_listed(listed)
+        return data if listed is None else data.listed(listed)
     files: dict[str, Path] = {}
     for path in paths:
         root = path if os.path.isdir(path) else path.parent
@@ -77,4 +77,4 @@ def open_images(
             name = file.relative_to(root).as_posix()
             files[name if len(paths) == 1 or name not in files else file.as_posix()] = file
     data = Data(paths[0].name, list(files), lambda name: Sample(name, open_image(files[name])))
-    return data if listed is None else data.select_listed(listed)
+    return data if listed is None else data.listed(listed)

@@ -126,7 +126,7 @@ class Data:
             raise PatchlightError(f"no sample {wrong} in data set '{self.name}'; it has 0 to {len(self) - 1}")
         return replace(self, names=[self.names[i] for i in selected[::every]])
 
-    def select_listed(self, file: str | Path) -> Data:
+    def listed(self, file: str | Path) -> Data:
         """The samples listed in a file, in its order: see `read_list`."""
         return self.select(read_list(file, self.names))
 
