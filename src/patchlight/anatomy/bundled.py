@@ -11,7 +11,6 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.preprocessing import applied
 from patchlight.anatomy.timm import TimmAnatomy
 from patchlight.core.errors import PatchlightError, nearest
-from patchlight.core.extras import missing_extra
 from patchlight.core.images import Preprocess
 from patchlight.zoo import ground_truth, pocket, shapes
 
@@ -51,10 +50,7 @@ def create_shapes(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     size = (size, size) if isinstance(size, int) else (size[0], size[1])
     own = Preprocess(size, tuple(card["mean"]), tuple(card["std"]), 1.0, "bilinear", "squash")
     overrides = _about(request.name, request, own, card["classes"])
-    try:
-        return shapes.build(request.name, request.pretrained), overrides
-    except ImportError as error:
-        raise missing_extra(f"'{request.name}' needs", "transformers", "hf") from error
+    return shapes.build(request.name, request.pretrained), overrides
 
 
 def _about(name: str, request: LoadRequest, own: Preprocess, labels: list[str]) -> dict[str, Any]:

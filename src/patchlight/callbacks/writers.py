@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.extras import missing_extra
+from patchlight.core.extras import import_extra
 
 Write = Callable[[int, Mapping[str, float], Mapping[str, Image.Image]], None]
 """Called with a step, its numbers by name, and its pictures by name."""
@@ -47,11 +47,9 @@ def open_writer(writer: Any) -> Write:
 
 def open_tensorboard(folder: str | PathLike[str]) -> Any:
     """A SummaryWriter for a folder."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise missing_extra("logging to TensorBoard needs", "tensorboard", "train") from error
-    return SummaryWriter(str(folder))
+    module = "torch.utils.tensorboard"
+    tensorboard = import_extra(module, "logging to TensorBoard needs", "train", package="tensorboard")
+    return tensorboard.SummaryWriter(str(folder))
 
 
 def open_wandb() -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from patchlight.core.errors import PatchlightError
 
@@ -49,6 +51,14 @@ def missing_extra(subject: str, package: str, extra: str, otherwise: str = "") -
     """
     alternative = f", or {otherwise}" if otherwise else ""
     return PatchlightError(f"{subject} {package}: pip install 'patchlight[{EXTRAS[extra].name}]'{alternative}")
+
+
+def import_extra(module: str, subject: str, extra: str, otherwise: str = "", package: str = "") -> Any:
+    """Import a module of an optional package; the arguments after it are those of `missing_extra`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing_extra(subject, package or module, extra, otherwise) from error
 
 
 def missing_extras() -> Iterator[tuple[Extra, list[str]]]:

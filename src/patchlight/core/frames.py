@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from patchlight.core.extras import missing_extra
+from patchlight.core.extras import import_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -28,8 +28,4 @@ def from_arrow(table: Any) -> DataFrame:
 
 
 def _pandas() -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise missing_extra("to_frame needs", "pandas", "pandas") from error
-    return pandas
+    return import_extra("pandas", "to_frame needs", "pandas")

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError, first_line
-from patchlight.core.extras import missing_extra
+from patchlight.core.extras import import_extra
 from patchlight.core.images import Preprocess, array_picture, list_images, open_image
 from patchlight.core.layout import Geometry, Layout
 
@@ -155,10 +155,7 @@ class ArrayPreprocess(Preprocess):
 
 def _decode(path: Path, count: int) -> Iterator[Image.Image]:
     """`count` frames at equal distances, each in the middle of its part; all frames of a shorter video."""
-    try:
-        import av
-    except ImportError:
-        raise missing_extra(f"'{path}' needs", "av", "video", "give a folder of its frames") from None
+    av = import_extra("av", f"'{path}' needs", "video", "give a folder of its frames")
     with av.open(str(path)) as container:
         if not container.streams.video:
             raise PatchlightError(f"'{path}' has no video that can be read; give a folder of its frames")
@@ -171,9 +168,6 @@ def _decode(path: Path, count: int) -> Iterator[Image.Image]:
 
 
 def _volume(path: Path) -> NDArray[Any]:
-    try:
-        import nibabel
-    except ImportError:
-        raise missing_extra(f"'{path}' needs", "nibabel", "medical", "save its array as .npy") from None
+    nibabel = import_extra("nibabel", f"'{path}' needs", "medical", "save its array as .npy")
     values: NDArray[Any] = np.asarray(nibabel.load(path).dataobj, dtype=np.float32)
     return values

@@ -99,7 +99,7 @@ class Targets:
 
     def __getitem__(self, rows: slice | Tensor) -> Targets:
         """The targets of some images; indices may repeat."""
-        return Targets(self.index[rows], None if self.against is None else self.against[rows], self.several)
+        return self._map(lambda classes: classes[rows])
 
     def part(self, begin: int, length: int, count: int | None) -> Targets:
         """The targets of `length` images from `begin`; if `count` is None, the one row is repeated."""
@@ -118,13 +118,14 @@ class Targets:
 
     def column(self, t: int) -> Targets:
         """Only the t-th class of each image."""
-        against = None if self.against is None else self.against[:, t : t + 1]
-        return Targets(self.index[:, t : t + 1], against, self.several)
+        return self._map(lambda classes: classes[:, t : t + 1])
 
     def repeat(self, times: int) -> Targets:
         """The same targets for `times` batches of the same images, one after another."""
-        against = None if self.against is None else self.against.repeat(times, 1)
-        return Targets(self.index.repeat(times, 1), against, self.several)
+        return self._map(lambda classes: classes.repeat(times, 1))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Targets:
+        return Targets(change(self.index), None if self.against is None else change(self.against), self.several)
 
 
 def resolve_targets(target: Target, batch: int | None, classes: int, labels: Sequence[str] | None) -> Targets | None:

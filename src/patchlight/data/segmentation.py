@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from patchlight.core.errors import PatchlightError, escape_surrogates
-from patchlight.core.extras import missing_extra
+from patchlight.core.extras import import_extra
 from patchlight.core.fingerprints import json_digest
 from patchlight.core.images import list_images, open_mask
 from patchlight.data.base import (
@@ -156,10 +156,7 @@ def _categories(root: Path, masks: Path, categories: str | Path | None) -> list[
 
 
 def _open_mat(file: Path) -> Any:
-    try:
-        import h5py
-    except ImportError as error:
-        raise missing_extra("gtsegs_ijcv.mat needs", "h5py", "segmentation") from error
+    h5py = import_extra("h5py", "gtsegs_ijcv.mat needs", "segmentation")
     try:
         return h5py.File(file, "r")
     except OSError as error:

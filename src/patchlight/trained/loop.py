@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError, TrainingWarning, Unsupported, warn
-from patchlight.core.extras import missing_extra
+from patchlight.core.extras import import_extra
 from patchlight.core.files import check_writable, write_atomic
 from patchlight.core.progress import Progress, Update, show_progress
 from patchlight.evidence.precision import Precision, rounding
@@ -46,11 +46,8 @@ class Devices:
     """The processes of `accelerate launch`; in a single process, loader and network are unchanged."""
 
     def __init__(self, vit: Anatomy) -> None:
-        try:
-            from accelerate import Accelerator
-        except ImportError as error:
-            raise missing_extra("training needs", "accelerate", "train") from error
-        self._accelerator = Accelerator(cpu=vit.device.type == "cpu", device_placement=False)
+        accelerate = import_extra("accelerate", "training needs", "train")
+        self._accelerator = accelerate.Accelerator(cpu=vit.device.type == "cpu", device_placement=False)
         self._alone = self._accelerator.num_processes == 1
         self.rank = int(self._accelerator.process_index)
         self.main = bool(self._accelerator.is_main_process)
@@ -305,11 +302,9 @@ class _Loop(Generic[Report]):
 
 
 def _tensorboard(out: Path, row: dict[str, Any]) -> None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise missing_extra("the setting tensorboard needs", "tensorboard", "train") from error
-    with SummaryWriter(str(out)) as writer:
+    module = "torch.utils.tensorboard"
+    tensorboard = import_extra(module, "the setting tensorboard needs", "train", package="tensorboard")
+    with tensorboard.SummaryWriter(str(out)) as writer:
         for name in (key for key in row if key not in ("step", "steps", "seconds")):
             writer.add_scalar(name, row[name], row["step"])
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
+import torch
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -12,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.core.errors import PatchlightError
-from patchlight.core.images import to_batch
+from patchlight.core.images import Preprocess, to_batch
 from patchlight.core.recipes import Spec, parse_as, read_text
-from patchlight.data import Data
+from patchlight.data import Data, Sample
 from patchlight.data.spec import DataSpec, kind_and_path
 from patchlight.trained.settings import Training
 
@@ -96,23 +98,15 @@ def _is_cifar10(path: Path) -> bool:
     return any((path / place / mark).is_file() for place in ("", "cifar-10-batches-bin", "package") for mark in marks)
 
 
-class _Prepared(Dataset[Any]):
-    """Samples as (image, label) pairs, or as images if they have no label."""
-
-    def __init__(self, data: Data, vit: Anatomy) -> None:
-        self.data, self.preprocess, self.channels = data, vit.preprocess, vit.channels
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
-        sample = self.data[index]
-        image = to_batch(sample.image, self.preprocess, self.channels)[0]
-        return image if sample.label is None else (image, sample.label)
+def _collate(preprocess: Preprocess, channels: int, samples: list[Sample]) -> Tensor | tuple[Tensor, Tensor]:
+    """A batch of samples as (images, labels), or as images if they have no labels."""
+    images, labels = to_batch([sample.image for sample in samples], preprocess, channels), [s.label for s in samples]
+    return images if labels[0] is None else (images, torch.tensor(labels))
 
 
 def loader_of(data: Data, vit: Anatomy, batch_size: int, workers: int = 0) -> DataLoader[Any]:
     """Shuffled full batches of a data set, preprocessed for a model."""
     if len(data) < batch_size:
         raise PatchlightError(f"data set '{data.name}' has {len(data)} images, fewer than one batch of {batch_size}")
-    return DataLoader(_Prepared(data, vit), batch_size, shuffle=True, drop_last=True, num_workers=workers)
+    collate, images = partial(_collate, vit.preprocess, vit.channels), cast("Dataset[Sample]", data)
+    return DataLoader(images, batch_size, shuffle=True, drop_last=True, num_workers=workers, collate_fn=collate)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from patchlight.core.extras import import_extra
 from patchlight.zoo import ZOO, load_weights, read_card
 
 NAMES = ("pocket-detector", "pocket-segmenter")
@@ -22,8 +23,7 @@ def description(name: str) -> dict[str, Any]:
 
 def build(name: str, trained: bool = True) -> Any:
     """Build one of `NAMES`, in float32 and evaluation mode; without `trained`, its weights are random."""
-    import transformers
-
+    transformers = import_extra("transformers", f"'{name}' needs", "hf")
     card = description(name)
     kind: Any = getattr(transformers, card["library"].rpartition(".")[2])
     config = kind.config_class(**card["architecture"])
