@@ -30,16 +30,25 @@ ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 IMAGE = 99
 """The id of the image token."""
 NAMES = ("llava", "paligemma", "gemma3", "idefics3", "smolvlm", "internvl", "qwen2_5_vl", "qwen3_vl")
+TILED = ("llava_next", "llava_onevision", "idefics3_tiled", "internvl_tiled")
+"""Models that show an image in several views: tiles and an overview."""
 
 
 def config_of(name: str) -> Any:
     import transformers as tr
 
+    name = name.removesuffix("_tiled")
     clip = tr.CLIPVisionConfig(**V)
     siglip = tr.SiglipVisionConfig(**V, vision_use_head=False)
     llama, gemma = tr.LlamaConfig(**T), tr.GemmaConfig(**T, head_dim=8)
     if name == "llava":
         return tr.LlavaConfig(vision_config=clip, text_config=llama, image_token_index=IMAGE)
+    if name == "llava_next":
+        cut = {"image_token_index": IMAGE, "image_grid_pinpoints": [[64, 128], [128, 64]]}
+        return tr.LlavaNextConfig(vision_config=clip, text_config=llama, **cut)
+    if name == "llava_onevision":
+        cut = {"image_token_index": IMAGE, "image_grid_pinpoints": [[64, 128], [128, 128], [64, 64]]}
+        return tr.LlavaOnevisionConfig(vision_config=siglip, text_config=tr.Qwen2Config(**T), **cut)
     if name == "paligemma":
         return tr.PaliGemmaConfig(vision_config=siglip, text_config=gemma, projection_dim=32, image_token_index=IMAGE)
     if name == "gemma3":
@@ -84,18 +93,6 @@ def config_of(name: str) -> Any:
     }
     text = {**T, "rope_parameters": ROTARY}
     return tr.Qwen2_5_VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=98)
-
-
-def tiled() -> Any:
-    """The configuration of a LLaVA-NeXT, which reads a picture in tiles."""
-    import transformers as tr
-
-    return tr.LlavaNextConfig(
-        vision_config=tr.CLIPVisionConfig(**V),
-        text_config=tr.LlamaConfig(**T),
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[64, 128], [128, 64]],
-    )
 
 
 def build(name: str, seed: int = 0) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import patchlight as pl
@@ -15,14 +16,17 @@ from patchlight.anatomy.prompts import Prompts
 from patchlight.anatomy.vlm import BUNDLED
 from patchlight.core.errors import AssumedPreprocess, DegenerateMap, PatchlightError, Unsupported
 from patchlight.testing import check_method, contract_names
-from tests.vlm_models import IMAGE, NAMES, build, tiled
+from tests.vlm_models import IMAGE, NAMES, TILED, build
 
 transformers = pytest.importorskip("transformers")
 PROMPT, ANSWER, LONG = [1, 7, IMAGE, 8, 9], [11, 12, 13], list(range(11, 60))
 
 
 def size_of(name: str) -> tuple[int, int]:
-    return (112, 84) if name.startswith("qwen") else (64, 64)
+    sizes = {"llava_next": (64, 128), "llava_onevision": (128, 128), "idefics3_tiled": (128, 64)}
+    return (
+        (112, 84) if name.startswith("qwen") else (64, 128) if name == "internvl_tiled" else sizes.get(name, (64, 64))
+    )
 
 
 _OPENED: dict[Any, Any] = {}
@@ -50,17 +54,21 @@ def close(a: Tensor, b: Tensor, limit: float = 2e-6) -> None:
 
 
 @pytest.mark.parametrize("place", ["tower", "language"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *TILED])
 @torch.no_grad()
 def test_parts_are_the_plain_model(name: str, place: str) -> None:
     vit, image = asked(name, place), image_of(name)
     with vit.steady():
         close(vit.readout(vit.run(vit.embed(image))), vit.model_output(image))
-    assert vit.visual == {"llava": 16, "paligemma": 16, "qwen2_5_vl": 12, "qwen3_vl": 12}.get(name, 4)
-    assert vit.merge_size == (1 if vit.visual == 16 else 2)
+    each = {"llava": 16, "paligemma": 16, "qwen2_5_vl": 12, "qwen3_vl": 12, "llava_next": 16, "llava_onevision": 16}
+    assert vit.views == {"llava_onevision": 5}.get(name, 3 if name in TILED else 1)
+    assert vit.visual == vit.views * each.get(name, 4)
+    assert vit.merge_size == (1 if each.get(name) == 16 else 2)
+    lines = {"llava_next": 4, "llava_onevision": 8}  # tokens at the ends of lines
+    assert vit.image_tokens == vit.visual + lines.get(name, 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *TILED])
 def test_the_gradient_at_pixels_is_that_of_the_plain_model(name: str) -> None:
     vit, image = asked(name), image_of(name)
     gradients = []
@@ -71,12 +79,12 @@ def test_the_gradient_at_pixels_is_that_of_the_plain_model(name: str) -> None:
     close(*gradients, limit=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *TILED])
 @torch.no_grad()
 def test_removed_visual_tokens_are_hidden_keys(name: str) -> None:
     """Positions, rotary tables and masks are gathered; the sequence without tokens equals one that hides their keys."""
     vit, image = asked(name, "language"), image_of(name)
-    keep = torch.tensor([[0, 2, vit.visual - 1]])
+    keep = torch.tensor([[0, 2, vit.cells - 1]])
     with vit.steady():
         kept, hidden = vit.drop_and_hide(vit.embed(image), keep)
         close(kept, hidden)
@@ -118,6 +126,185 @@ def test_a_square_of_patches_is_one_visual_token(name: str) -> None:
     att = pl.explain(vit, image, "rise", unit="merge", level="token", samples=16, target=0)
     cells = att.scores.flatten()[members]
     assert torch.equal(cells.amax(1), cells.amin(1))
+
+
+def cells_of_tokens(name: str, merge: int) -> list[list[int]]:
+    """The visual tokens (or, with merge=1, patches) of each part of the overview, written out."""
+    side, (rows, columns) = 4 // merge, (length // 64 for length in size_of(name))
+    grid = [[list[int]() for _ in range(side)] for _ in range(side)]
+    views = rows * columns
+    for y in range(side * rows):
+        for x in range(side * columns):
+            tile, inside = y // side * columns + x // side, y % side * side + x % side
+            first = 1 if name.startswith("llava") else 0  # these have the overview first
+            grid[y // rows][x // columns].append((tile + first) * side**2 + inside)
+    for y, row in enumerate(grid):
+        for x, tokens in enumerate(row):
+            tokens.append((0 if name.startswith("llava") else views) * side**2 + y * side + x)
+    return [sorted(tokens) for row in grid for tokens in row]
+
+
+def in_lines(name: str) -> list[int]:
+    """The place in the prompt of each visual token in the order of views: LLaVA writes its tiles as lines."""
+    rows, columns = (length // 64 for length in size_of(name))
+    if not name.startswith("llava"):
+        return list(range(4 * (rows * columns + 1)))
+    tiles = [(tile, y, x) for tile in range(rows * columns) for y in range(4) for x in range(4)]
+    lines = [(4 * (tile // columns) + y) * (4 * columns + 1) + 4 * (tile % columns) + x for tile, y, x in tiles]
+    return [*range(16), *(16 + line for line in lines)]
+
+
+@pytest.mark.parametrize("name", TILED)
+@torch.no_grad()
+def test_a_cell_of_a_tiled_image_owns_tokens_in_two_views(name: str) -> None:
+    """A change of one part of the image moves its patches in a tile and in the overview, and no others."""
+    vit, image, (rows, columns) = opened(name), image_of(name), (length // 64 for length in size_of(name))
+    expected, prefix = cells_of_tokens(name, 1), vit.layout.prefix
+    assert vit.layout.count - prefix == 16 * vit.views
+    for cell in (0, 5, 14):
+        y, x = divmod(cell, 4)
+        changed = image.clone()
+        changed[:, :, 16 * rows * y : 16 * rows * (y + 1), 16 * columns * x : 16 * columns * (x + 1)] += 1
+        moved = (vit.embed(image) != vit.embed(changed)).any(2)[0].nonzero().flatten() - prefix
+        assert moved.tolist() == expected[cell]
+        assert vit.layout.places(torch.tensor([[cell]]))[0, prefix:].tolist() == (moved + prefix).tolist()
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_views_are_those_of_the_processor(name: str) -> None:
+    """Tiles are exactly those of transformers; an overview there is resampled by another filter."""
+    tr, kind, size = transformers, name.removesuffix("_tiled"), size_of(name)
+    side, same = {"height": 64, "width": 64}, {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    pinpoints = {"image_grid_pinpoints": [[64, 128], [128, 128]]}
+    cuts = {
+        "llava_next": (tr.LlavaNextImageProcessor, {"size": {"shortest_edge": 64}, "crop_size": side, **pinpoints}),
+        "llava_onevision": (tr.LlavaOnevisionImageProcessor, {"size": side, **pinpoints}),
+        "idefics3": (
+            tr.Idefics3ImageProcessor,
+            {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
+        ),
+        "internvl": (tr.GotOcr2ImageProcessor, {"size": side, "crop_to_patches": True}),
+    }
+    cut, settings = cuts[kind]
+    pixels = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    theirs = cut(**settings, **same)(images=Image.fromarray(pixels.numpy()), return_tensors="pt")["pixel_values"]
+    ours = opened(name).pixels((pixels.permute(2, 0, 1)[None].float() / 255 - 0.5) / 0.5)["pixel_values"]
+    tiles = slice(1, None) if kind.startswith("llava") else slice(None, -1)
+    assert ours.shape == theirs.shape
+    close(ours.view(-1, 3, 64, 64)[tiles], theirs.view(-1, 3, 64, 64)[tiles])
+
+
+@pytest.mark.parametrize("name", TILED)
+@torch.no_grad()
+def test_removing_a_cell_removes_its_tokens_of_all_views(name: str) -> None:
+    """The same as the plain language model without these tokens; without one view of them it is not the same."""
+    vit, image, prompt = asked(name, "language"), image_of(name), asked(name).transcript.prompt
+    merge, kept = vit.merge_size, [0, vit.cells - 1]
+    first, line = 2, in_lines(name)
+    places = [[first + line[token] for token in tokens] for tokens in cells_of_tokens(name, merge)]
+    assert vit.layout.per_cell == vit.views
+    ids = torch.cat([prompt, torch.tensor(ANSWER)])
+    visual = {place for cell in places for place in cell}
+    ends = [i for i in range(len(ids)) if ids[i] == IMAGE and i not in visual]  # of lines: these stay
+    assert len(ends) == vit.image_tokens - vit.visual
+    entered = list[Tensor]()
+    net: Any = vit.net
+    language = net.get_submodule(vit.language_path)
+    with language.register_forward_pre_hook(
+        lambda module, args, named: entered.append(named["inputs_embeds"]), with_kwargs=True
+    ):
+        plain = vit.call(image, ids, len(ANSWER)).logits[:, -4:-1]
+
+    def without(gone: list[int], **more: Any) -> Tensor:
+        keep = torch.tensor([i for i in range(len(ids)) if i not in gone])
+        more = {"position_ids": keep[None], "attention_mask": torch.ones(1, len(keep)), **more}
+        out = language(inputs_embeds=entered[0][:, keep], use_cache=False, **more).last_hidden_state
+        return net.lm_head(out)[:, -4:-1].log_softmax(-1).gather(2, torch.tensor(ANSWER)[None, :, None])[..., 0]
+
+    close(without([]), plain.log_softmax(-1).gather(2, torch.tensor(ANSWER)[None, :, None])[..., 0])
+    gone = [place for cell in range(vit.cells) if cell not in kept for place in places[cell]]
+    logs = vit.answer_logs(vit.visual_tokens(image), torch.tensor([kept]))[0]
+    close(logs, without(gone))
+    overview = range(first, first + 16) if name.startswith("llava") else range(first + 4 * (vit.views - 1), 99)
+    for wrong in ([i for i in gone if i in overview], [i for i in gone if i not in overview], [*gone, *ends]):
+        if wrong != gone:
+            assert float((logs - without(wrong)).abs().max()) > 1e-3
+    renumbered = torch.arange(len(ids) - len(gone))[None]
+    assert float((logs - without(gone, position_ids=renumbered)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("place", ["tower", "language"])
+@pytest.mark.parametrize("name", TILED)
+def test_a_map_of_a_tiled_image_sums_over_both_views(name: str, place: str) -> None:
+    """Input times gradient of all tokens of a cell; those of one view alone are another map."""
+    vit, image = asked(name, place), image_of(name)
+    with vit.steady():
+        leaf = vit.embed(image).detach().requires_grad_()
+        score = vit.readout(vit.run(leaf))[0, 0]
+        products = (leaf * torch.autograd.grad(score, leaf)[0]).sum(2)[0, vit.layout.prefix :].detach()
+    merge = vit.merge_size if place == "language" else 1
+    if place == "tower":
+        cells = cells_of_tokens(name, 1)
+    else:  # without the ends of lines, which are text
+        line = in_lines(name)
+        rank = {at: number for number, at in enumerate(sorted(line))}
+        cells = [[rank[line[token]] for token in tokens] for tokens in cells_of_tokens(name, merge)]
+    expected = torch.stack([products[cell].sum() for cell in cells])
+    att = pl.explain(vit, image, "ixg", target=0)
+    close(att.scores.flatten(), expected, limit=1e-5)
+    overview = products[: len(cells)] if name.startswith("llava") else products[-len(cells) :]
+    assert float((overview - expected).abs().max()) > 1e-2 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", ["llava_next", "internvl_tiled"])
+def test_pixels_are_painted_in_both_views(name: str) -> None:
+    vit, image = opened(name), image_of(name)
+    head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    att = pl.explain(vit, image, "occlusion", head=head, unit="patch", level="token", fill="zero", score="logit")
+    (rows, columns), full = (length // 64 for length in size_of(name)), vit.ask(head).prepared(image)
+    for cell in (0, 6):
+        painted, (y, x) = image.clone(), divmod(cell, 4)
+        painted[:, :, 16 * rows * y : 16 * rows * (y + 1), 16 * columns * x : 16 * columns * (x + 1)] = 0
+        with torch.no_grad(), full.steady():
+            drop = full.model_output(image)[0, 0] - full.model_output(painted)[0, 0]
+        close(att.scores.flatten()[cell], drop, limit=1e-5)
+    with pytest.raises(
+        Unsupported, match=r"each part of an image in 3 patches of 3 views; unit='patch' paints them all"
+    ):
+        pl.explain(vit, image, "tis", head=head)
+
+
+def test_attention_of_a_tower_is_within_views() -> None:
+    """Its rows are those of the tower of transformers on the views, one after the other."""
+    model, image = build("llava_next"), image_of("llava_next")
+    model.set_attn_implementation("eager")
+    pixels = opened("llava_next").pixels(image)["pixel_values"][0]
+    with torch.no_grad():
+        maps = model.model.vision_tower(pixels, output_attentions=True).attentions
+    head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
+    vit = opened("llava_next").ask(head).prepared(image)
+    with pl.trace(vit, image, target=0) as passed:
+        rows = passed.attention
+    for layer, seen in enumerate(rows):
+        expected = torch.zeros(51, 51)
+        for view in range(3):
+            at = torch.tensor([view, *range(3 + 16 * view, 19 + 16 * view)])
+            expected[at[:, None], at] = maps[layer][view].mean(0)
+        close(seen[0].mean(0), expected)
+
+
+def test_sizes_of_tiled_images() -> None:
+    model = build("llava_next")
+    with pytest.warns(AssumedPreprocess, match="are assumed to be resized to 64 x 128 pixels"):
+        assert pl.wrap(model).preprocess.size == (64, 128)
+    with pytest.raises(PatchlightError, match=r"it cuts images of the sizes \[\[64, 128\], \[128, 64\]\] into tiles"):
+        pl.wrap(model, preprocess=pl.Preprocess((64, 64)))
+    with pytest.raises(PatchlightError, match=r"448 x 448 pixels: this is an image in too many tiles .49, at most 36"):
+        pl.wrap(build("internvl"), preprocess=pl.Preprocess((448, 448)))
+    onevision = build("llava_onevision")
+    onevision.config.image_grid_pinpoints = [[256, 256]]  # more than 9 tiles: the model resizes their tokens
+    with pytest.raises(Unsupported, match=r"makes .* visual tokens of 4 x 4 patches, which is not one of each square"):
+        pl.wrap(onevision, preprocess=pl.Preprocess((256, 256)))
 
 
 @torch.no_grad()
@@ -249,7 +436,7 @@ def test_masks_of_gemma3_are_gathered_not_rebuilt() -> None:
     logs = vit.answer_logs(visual, torch.tensor([[0, 3]]))[0]
     places = torch.tensor([0, 1, 2, 5, 6, 7, 8, 9, 10])  # without two of the four visual tokens
     with vit.steady():
-        entered, calls = vit._record_calls(ids, len(ANSWER))
+        entered, calls = vit._record_calls(ids, len(ANSWER), vit.blank(1))
     tokens = entered[:, places].clone()
     tokens[:, 2:4] = visual[:, [0, 3]]
     net: Any = vit.net
@@ -340,6 +527,92 @@ def test_several_answers_are_read_in_one_sequence(name: str) -> None:
     close(value[1], value[0].sigmoid())
 
 
+PAIR = [1, IMAGE, 7, IMAGE, 8, 9]
+"""A prompt with two images, with text between them."""
+
+
+@pytest.mark.parametrize("place", ["tower", "language"])
+@pytest.mark.parametrize("name", [*NAMES, "llava_next", "internvl_tiled"])
+def test_one_of_two_images_is_explained_and_the_other_stays(name: str, place: str) -> None:
+    """The gradient at the pixels of each is that of the plain model on both; it has the tokens of both as context."""
+    pair = image_of(name, 2)
+    for position in (0, 1):
+        image, others = pair[[position]], pair[[1 - position]]
+        head = pl.heads.Answer(PAIR, ANSWER, words="all", force=True, others=others, position=position)
+        vit, leaf = opened(name, place).ask(head).prepared(image), pair.clone().requires_grad_()
+        ids = torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)])
+        assert int((ids == IMAGE).sum()) == 2 * vit.image_tokens
+        with vit.steady():
+            out = vit.call(leaf[None], ids, len(ANSWER)).logits[0, -4:-1].log_softmax(-1)
+            whole = out.gather(1, torch.tensor(ANSWER)[:, None]).sum()
+            (expected,) = torch.autograd.grad(whole, leaf)
+            single = image.clone().requires_grad_()
+            score = vit.readout(vit.run(vit.embed(single)))[0, 0]
+            close(score.detach(), whole.detach(), limit=1e-5)
+            close(torch.autograd.grad(score, single)[0][0], expected[position], limit=1e-5)
+        if place == "language":
+            with torch.no_grad(), vit.steady():
+                close(*vit.drop_and_hide(vit.embed(image), torch.tensor([[0, vit.cells - 1]])))
+
+
+def test_swapped_images_swap_their_maps_with_their_positions() -> None:
+    """The language model on both images in the other order, each at its positions, gives the same maps."""
+    pair, merged = image_of("llava", 2), list[Tensor]()
+    for position in (0, 1):
+        more: dict[str, Any] = {"others": pair[[1 - position]], "position": position}
+        head = pl.heads.Answer(PAIR, ANSWER, words="all", force=True, **more)
+        merged.append(pl.explain(opened("llava", "language"), pair[[position]], "ixg", head=head).scores.flatten())
+    vit = opened("llava", "language").ask(head).prepared(pair[[1]])
+    ids, net = torch.cat([vit.transcript.prompt, torch.tensor(ANSWER)]), cast(Any, vit.net)
+    places = (ids == IMAGE).nonzero()[:, 0].view(2, 16)
+    with torch.no_grad():
+        entered = net.get_input_embeddings()(ids).clone()
+        for at, image in zip(places, pair, strict=True):
+            entered[at] = vit.visual_tokens(image[None])[0]
+
+    def maps(order: Tensor, positions: Tensor) -> list[Tensor]:
+        leaf = entered[order].clone().requires_grad_()
+        mask = torch.zeros(len(ids), len(ids)).masked_fill(positions[:, None] < positions, -1e30)
+        with vit.steady():
+            out = net.model.language_model(
+                inputs_embeds=leaf[None], position_ids=positions[None], attention_mask=mask[None, None], use_cache=False
+            )
+            logs = net.lm_head(out.last_hidden_state)[0, -4:-1].log_softmax(-1)
+            score = logs.gather(1, torch.tensor(ANSWER)[:, None]).sum()
+            products = (leaf * torch.autograd.grad(score, leaf)[0]).sum(1)
+        return [products[torch.isin(order, at)].detach() for at in places]
+
+    swapped = torch.arange(len(ids))
+    swapped[places.flatten()] = places.flip(0).flatten()
+    for found, expected in zip(maps(swapped, swapped), merged, strict=True):
+        close(found, expected, limit=1e-5)
+    renumbered = maps(swapped, torch.arange(len(ids)))  # without their positions they are two other maps
+    assert all(float((a - b).abs().max()) > 1e-3 for a, b in zip(renumbered, merged, strict=True))
+
+
+def test_prompts_with_other_images_than_given_are_refused() -> None:
+    vit, image = opened("llava"), image_of("llava")
+
+    def explain(prompt: Any, **more: Any) -> Any:
+        return pl.explain(vit, image, "ixg", head=pl.heads.Answer(prompt, ANSWER, words="all", force=True, **more))
+
+    att = explain(PAIR, others=image_of("llava", 2)[[1]])
+    assert att.head["position"] == 0
+    assert len(att.head["others"]) == 1
+    with pytest.raises(
+        PatchlightError, match=r"has 2 image tokens, but the number of images is 1 .*; give other images as others="
+    ):
+        explain(PAIR)
+    with pytest.raises(
+        PatchlightError, match=r"has 3 image tokens, but the number of images is 2 .*; give other images as others="
+    ):
+        explain([*PAIR, IMAGE, 7], others=image)
+    with pytest.raises(PatchlightError, match="position 2 is not possible; give at most 1"):
+        explain(PAIR, others=image, position=2)
+    with pytest.raises(PatchlightError, match="position is 1, but there is one image; give the others as others="):
+        explain(PROMPT, position=1)
+
+
 @torch.no_grad()
 def test_the_prior_is_the_answer_without_the_image() -> None:
     vit, image = asked("llava", against="prior"), image_of("llava")
@@ -408,7 +681,7 @@ QUICK = ("ixg", "genatt", "gradcam", "occlusion", "token-activation", "random")
 
 
 @pytest.mark.parametrize("place", ["tower", "language"])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl", "llava_next"])
 @pytest.mark.parametrize(
     "method", [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in contract_names()]
 )
@@ -504,7 +777,9 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
         explain(answer=ANSWER, words=["cat"], force=True)
     with pytest.raises(PatchlightError, match="has no image token"):
         explain([1, 7, 8], answer=ANSWER)
-    with pytest.raises(PatchlightError, match="has 20 image tokens, but an image of 64 x 64 pixels makes 16"):
+    with pytest.raises(
+        PatchlightError, match=r"has 20 image tokens, but the number of images is 1 .64 x 64 pixels, 16 tokens each"
+    ):
         explain([1, *[IMAGE] * 20, 8], answer=ANSWER)
     with pytest.raises(PatchlightError, match="no processor or tokenizer"):
         explain("What is it?")
@@ -515,13 +790,10 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
         explain(answer=LONG, words=least)
     with pytest.warns(DegenerateMap, match="is not what LlavaForConditionalGeneration says for this image"):
         explain(answer=ANSWER, words="all")
-    with pytest.raises(Unsupported, match="which is an image in too many tiles to open; LlavaForCond"):
-        pl.wrap(transformers.LlavaNextForConditionalGeneration(tiled()), preprocess=pl.Preprocess((64, 64)))
-    for kind, words in (("LlavaNext", "too many tiles"), ("Qwen2VL", "supported vision-language models: LlavaForCond")):
-        config = {"model_type": "llava", "architectures": [f"{kind}ForConditionalGeneration"]}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(Unsupported, match=words):
-            pl.load(f"hf:{tmp_path}")
+    config = {"model_type": "llava", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match="supported vision-language models: LlavaForCond"):
+        pl.load(f"hf:{tmp_path}")
     for token in (-1, 10**9):
         with pytest.raises(PatchlightError, match=f"token {token}, but the vocabulary of .* is 0 to"):
             pl.explain(opened(NAMES[0]), image_of(NAMES[0]), "ixg", head=pl.heads.Answer(PROMPT, answer=[token]))
@@ -572,7 +844,9 @@ def test_a_processor_that_cuts_tiles_is_asked_for_one_view() -> None:
     prompts = Prompts.of(Processor(), None, IMAGE, "it")
     assert prompts.prompt("What?", 4, (64, 64)) == [1, *[IMAGE] * 4, 8]
     Processor.image_processor = None
-    with pytest.raises(PatchlightError, match="has 20 image tokens, but an image of 64 x 64 pixels makes 4: several"):
+    with pytest.raises(
+        PatchlightError, match=r"has 20 image tokens, but the number of images is 1 .64 x 64 pixels, 4 tokens each"
+    ):
         prompts.prompt("What?", 4, (64, 64))
 
 

@@ -27,7 +27,6 @@ from patchlight.anatomy.hub import cached
 from patchlight.anatomy.locating import find_blocks, locate_tokens
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import find, named_parts
-from patchlight.anatomy.prompts import ANSWERING
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from patchlight.core.layout import IMAGE_AXES
@@ -70,11 +69,6 @@ _REFUSED = {
     **dict.fromkeys(
         ("Bit", "ConvNext", "EfficientNet", "HGNetV2", "MobileNet", "RegNet", "ResNet", "TextNet", "PPLCNet"),
         "it is a convolutional network, and has no attention",
-    ),
-    **dict.fromkeys(
-        ("LlavaNext", "LlavaOnevision"),
-        "it cuts an image into tiles and shows each part twice, which is an image in too many tiles to open; "
-        f"{', '.join(ANSWERING[:-1])} and {ANSWERING[-1]} work",
     ),
 }
 """Why models whose class begins like this cannot be opened."""

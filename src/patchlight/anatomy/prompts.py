@@ -15,6 +15,8 @@ from patchlight.core.errors import PatchlightError, escape_surrogates, first_lin
 
 ANSWERING = (
     "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
@@ -25,7 +27,7 @@ ANSWERING = (
 )
 """The classes of transformers that answer in words and can be opened."""
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
-"""Settings of processors that cut a picture into tiles; it is shown as one."""
+"""Settings of processors that cut a picture into tiles."""
 _REPEATING = ("Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Processors that only repeat the image token of a prompt, as often as their own size of the picture needs."""
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*")
@@ -40,12 +42,14 @@ class Prompts:
         processor: Its processor, which puts the image into the prompt; None if there is none.
         image_token: The id of an image token.
         name: The name of the model in errors.
+        tiled: Whether the model sees an image in tiles.
     """
 
     tokenizer: Any
     processor: Any
     image_token: int
     name: str
+    tiled: bool = False
 
     @staticmethod
     def of(processor: Any, tokenizer: Any, image_token: int, name: str) -> Prompts:
@@ -63,51 +67,52 @@ class Prompts:
                 "tokenizer= of transformers, or the prompt and the answer as lists of ids"
             )
 
-    def prompt(self, prompt: str | Sequence[int], visual: int, size: tuple[int, ...]) -> list[int]:
-        """The ids of a prompt, with `visual` image tokens in the place of its image.
+    def prompt(self, prompt: str | Sequence[int], each: int, size: tuple[int, ...], images: int = 1) -> list[int]:
+        """The ids of a prompt, with `each` image tokens in the place of each of its images.
 
         Args:
-            prompt: A sentence, or ids with one image token or all of them.
-            visual: The number of visual tokens of an image.
+            prompt: A sentence, or ids with one image token of each image or all of them.
+            each: The number of image tokens of an image.
             size: Height and width of an image.
+            images: The number of images.
         """
-        ids = self._ids(prompt, size) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = self._ids(prompt, size, images) if isinstance(prompt, str) else [int(i) for i in prompt]
         count = ids.count(self.image_token)
         if count == 0:
             raise PatchlightError(
                 f"the prompt {prompt!r} of {self.name} has no image token; add the image token (id "
                 f"{self.image_token}) to it, or give a tokenizer that has one"
             )
-        if count == 1:
-            at = ids.index(self.image_token)
-            return [*ids[:at], *[self.image_token] * visual, *ids[at + 1 :]]
-        if count != visual:
+        if count == images:
+            return [i for id in ids for i in [id] * (each if id == self.image_token else 1)]
+        if count != each * images:
             raise PatchlightError(
-                f"the prompt of {self.name} has {count} image tokens, but an image of {size[0]} x {size[1]} pixels "
-                f"makes {visual}: several images, or an image cut into tiles, are not supported; give one image and a "
-                "processor that does not split it (do_image_splitting=False, crop_to_patches=False)"
+                f"the prompt of {self.name} has {count} image tokens, but the number of images is {images} "
+                f"({size[0]} x {size[1]} pixels, {each} tokens each); give other images as others=, and with "
+                "preprocess= a size that the processor cuts into the same tiles"
             )
         return ids
 
-    def _ids(self, prompt: str, size: tuple[int, ...]) -> list[int]:
+    def _ids(self, prompt: str, size: tuple[int, ...], images: int) -> list[int]:
         self._check()
         token = str(self.tokenizer.convert_ids_to_tokens(self.image_token) or "")
         writer = self.tokenizer if self.processor is None else self.processor
         try:
             if getattr(writer, "chat_template", None):
-                content: Any = f"{token}\n{prompt}"
+                content: Any = f"{token * images}\n{prompt}"
                 if self.processor is not None:
-                    content = [{"type": "image"}, {"type": "text", "text": prompt}]
+                    content = [*[{"type": "image"}] * images, {"type": "text", "text": prompt}]
                 said = [{"role": "user", "content": content}]
                 text = writer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
             else:
-                text = prompt if token in prompt else f"{token}{prompt}"
+                text = prompt if token in prompt else f"{token * images}{prompt}"
             if type(writer).__name__ in _REPEATING or self.processor is None:
                 return [int(i) for i in self.tokenizer(text)["input_ids"]]
             blank = Image.new("RGB", (size[1], size[0]), (128, 128, 128))
-            images = getattr(self.processor, "image_processor", None)
-            complete = {key: False for key in _TILES if getattr(images, key, False)}
-            return [int(i) for i in self.processor(text=text, images=blank, **complete)["input_ids"][0]]
+            settings = getattr(self.processor, "image_processor", None)
+            complete = {} if self.tiled else {key: False for key in _TILES if getattr(settings, key, False)}
+            pictures = blank if images == 1 else [blank] * images
+            return [int(i) for i in self.processor(text=text, images=pictures, **complete)["input_ids"][0]]
         except Exception as error:
             raise PatchlightError(
                 f"the {type(writer).__name__} of {self.name} cannot read the prompt {prompt!r}: {first_line(error)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,8 @@ from patchlight.core.layout import Layout
 @dataclass(frozen=True)
 class Transcript:
     """A prompt with its image, and answers to it, as one sequence: prompt, answers, visual tokens.
+
+    Whatever does not depend on the image is text: ends of lines of tiles, and other images too.
 
     Each answer follows the prompt and does not attend to the other answers; positions are those of the plain model.
 
@@ -59,24 +61,24 @@ class Keys:
         return torch.cat([next(first), key], 2), torch.cat([next(first), value], 2)
 
 
-def joined(
+def join_runs(
     runs: Sequence[tuple[Tensor, Sequence[Mapping[str, Any]]]],
     ids: Sequence[Tensor],
     size: int,
-    token: int,
-    grid: tuple[int, int],
+    visual: Tensor,
+    layout: Layout,
 ) -> Transcript:
     """The sequence of several runs with one prompt.
 
     Args:
-        runs: Of each answer, what entered the first block of the language model [1,P+T,D], and the arguments of each.
+        runs: Of each answer, what entered the language model [1,P+T,D], and the arguments of each of its blocks.
         ids: The ids [P+T] of the prompt with each answer.
         size: The number of ids of the prompt.
-        token: The id of an image token.
-        grid: Rows and columns of visual tokens.
+        visual: The places of the visual tokens [n] in the prompt.
+        layout: The layout of visual tokens alone.
     """
-    device, image = ids[0].device, ids[0][:size] == token
-    text, visual = (~image).nonzero()[:, 0], image.nonzero()[:, 0]
+    device = ids[0].device
+    text = torch.ones(size, dtype=torch.bool, device=device).index_fill(0, visual, False).nonzero()[:, 0]
     if not bool((text == size - 1).any()):
         raise PatchlightError("the prompt ends with the image; put text behind it")
     parts = [torch.arange(size, len(each), device=device) for each in ids]
@@ -98,7 +100,7 @@ def joined(
     before = int(visual[0])
     if any(bool(call["attention_mask"][:before, before:].any()) for call in calls):
         before = 0
-    layout, answers = Layout(grid, prefix=len(embedded)), [each[size:] for each in ids]
+    answers, layout = [each[size:] for each in ids], replace(layout, prefix=len(embedded))
     return Transcript(layout, ids[0][:size], answers, embedded, calls, read, before=before)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts, States
-from patchlight.anatomy.discovery import map_tensors, tensors_in
+from patchlight.anatomy.discovery import joined, map_tensors, parted, tensors_in
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.hf import HuggingFaceAnatomy
 from patchlight.anatomy.intercepting import Entered, Site, crossing
@@ -29,7 +29,7 @@ from patchlight.anatomy.probe import alike, random_image
 from patchlight.anatomy.prompts import Prompts
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.anatomy.texts import check_vocabulary
-from patchlight.anatomy.transcript import Keys, Transcript, joined, token_axis, variant_mask
+from patchlight.anatomy.transcript import Keys, Transcript, join_runs, token_axis, variant_mask
 from patchlight.anatomy.vlm_calls import (
     KNOWN,
     block_paths,
@@ -41,6 +41,7 @@ from patchlight.anatomy.vlm_calls import (
     run_prompt,
     tower_facts,
 )
+from patchlight.anatomy.windows import Windows
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.images import Preprocess
 from patchlight.core.layout import Layout
@@ -99,27 +100,32 @@ class AnswersAnatomy(TaskAnatomy):
         self.tower_paths = [f"{tower}.{path}" for path in block_paths(model.get_submodule(tower))]
         self.language_paths = [f"{layers}.{i}" for i in range(len(model.get_submodule(layers)))]
         facts = tower_facts(model, self.tower_paths, preprocess, name)
-        read, self.visual = max(facts.states), facts.visual
+        read, self.views, self.visual = max(facts.states), facts.views, len(facts.visual)
+        self.image_tokens, self._visual_places = facts.image_tokens, facts.visual
+        self.language_width = int(model.config.get_text_config().hidden_size)
         dead = len(self.tower_paths) - read
         self.tower_paths = self.tower_paths[:read]
-        grid = facts.grid
-        merge = round(math.sqrt(math.prod(grid) / self.visual))
-        if merge**2 * self.visual != math.prod(grid):
+        grid, self.prompts = facts.grid, replace(self.prompts, tiled=facts.views > 1)
+        patches = self.views * math.prod(grid)
+        merge = round(math.sqrt(patches / self.visual))
+        if merge**2 * self.visual != patches:
             raise Unsupported(
                 f"{name} makes {self.visual} visual tokens of {grid[0]} x {grid[1]} patches, which is not "
                 "one of each square of patches"
             )
         self.merge_size = merge
-        self.fine = Layout(grid, facts.tokens - math.prod(grid), merge=merge)
-        self.coarse = (grid[0] // merge, grid[1] // merge)
-        own = {"grid": grid, "prefix": self.fine.prefix} if place == "tower" else {"grid": self.coarse, "prefix": 0}
-        self._blank_ids = torch.tensor([*[image_token_of(model.config)] * self.visual, *facts.trial])
+        self.fine = Layout(grid, facts.tokens - patches, order=facts.order, merge=merge)
+        self.coarse = Layout((grid[0] // merge, grid[1] // merge))
+        at_tower = {"grid": grid, "prefix": self.fine.prefix, "order": facts.order, "windows": self.views}
+        own = at_tower if place == "tower" else {"grid": self.coarse.grid, "prefix": 0}
+        self._blank_ids = torch.tensor([*[image_token_of(model.config)] * self.image_tokens, *facts.trial])
         self.head_paths = self.language_paths
         self.spared = (language, "lm_head")
         self.packed = facts.packed and place == "tower"
         super().__init__(
             model,
             paths=self.tower_paths,
+            attentions=self.tower_paths,
             name=name,
             preprocess=preprocess,
             heads=facts.heads,
@@ -128,6 +134,10 @@ class AnswersAnatomy(TaskAnatomy):
         )
         self.can_decompose = _NO_RULE
         self._one_blank = False
+        if self.windows > 1:
+            tokens = torch.arange(float(self.fine.count))[None, :, None]
+            self.reaches = [Windows(self.unflat(tokens, (1, 1, 1))[..., 0].long())] * read
+            self._watch_reaches()
         if place == "language":
             self.sinks = (
                 "language models often attend to their first tokens (attention sinks), whatever the image shows; "
@@ -185,16 +195,24 @@ class AnswersAnatomy(TaskAnatomy):
         return cast(Transcript, cache[key])
 
     @torch.no_grad()
-    def transcribe(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> Transcript:
-        """Run the model on a prompt with each answer, and record what enters the blocks of its language model."""
+    def transcribe(self, prompt: Sequence[int], answers: Sequence[Sequence[int]], question: Any = None) -> Transcript:
+        """Run the model on a prompt with each answer, and record what enters the blocks of its language model.
+
+        A question may have other images; their tokens do not change, so they count as text.
+        """
         for answer in answers:
             check_vocabulary(torch.tensor(answer), self.net.get_input_embeddings().num_embeddings, self.name)
         ids = [torch.tensor([*prompt, *answer], device=self.device) for answer in answers]
-        runs = [self._record_calls(each, len(answer)) for each, answer in zip(ids, answers, strict=True)]
-        return joined(runs, ids, len(prompt), image_token_of(self.config), self.coarse)
+        blank, position = self.blank(1), 0
+        if question is not None:
+            blank, position = question.beside(blank), question.position
+        runs = [self._record_calls(each, len(answer), blank) for each, answer in zip(ids, answers, strict=True)]
+        places = (ids[0][: len(prompt)] == image_token_of(self.config)).nonzero()[:, 0]
+        visual = places.view(-1, self.image_tokens)[position, self._visual_places.to(places.device)]
+        return join_runs(runs, ids, len(prompt), visual, self.coarse)
 
-    def _record_calls(self, ids: Tensor, suffix: int) -> tuple[Tensor, list[dict[str, Any]]]:
-        """What enters the first block of the language model, and the arguments of each, for a blank image."""
+    def _record_calls(self, ids: Tensor, suffix: int, blank: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+        """What enters the language model for blank images, as in `visual_tokens`, and the arguments of each block."""
         sites, entered, calls = self.sites, list[Tensor](), list[dict[str, Any]]()
 
         def at(site: Site) -> Any:
@@ -203,12 +221,12 @@ class AnswersAnatomy(TaskAnatomy):
                 calls.append({key: value for key, value in site.kwargs.items() if key != site.keyword})
                 if len(site.args) > 1 or "attention_mask" not in site.kwargs:
                     raise Unsupported(f"the language model of {self.name} is called in a way that is not supported")
-                return site.tokens
+                return torch.zeros_like(site.tokens)
             return site.run()
 
         with crossing(at):
-            self.call(self.blank(1), ids, suffix)
-        return entered[0], calls
+            self.call(blank, ids, suffix)
+        return torch.cat(entered[: 1 + (self.added or 0)], 2), calls
 
     def visual_tokens(self, images: Tensor | None = None, tokens: States | None = None) -> Tensor:
         """The visual tokens [B,n,D] that enter the language model, of images or of the states of the tower.
@@ -220,7 +238,7 @@ class AnswersAnatomy(TaskAnatomy):
         def stop(number: int | None, site: Site) -> Any:
             if not any(site.module is layer for layer in sites.heads):
                 return site.run()
-            entered.append(site.tokens[:, : self.visual])
+            entered.append(site.tokens[:, self._visual_places.to(site.tokens.device)])
             if len(entered) > (len(sites.heads) - 1 if self.added is None else self.added):
                 raise Entered(torch.cat(entered, 2))
             return torch.zeros_like(site.tokens)  # so that what enters the next block is what is added
@@ -241,7 +259,7 @@ class AnswersAnatomy(TaskAnatomy):
         return self.states(tokens) if isinstance(tokens, Tensor) else dict(tokens)
 
     def _sequence(self, visual: Tensor) -> Tensor:
-        """Text and visual tokens [B,S+n,D]; nothing is added to text."""
+        """Text and visual tokens [B,S+n,D]."""
         text = self.transcript.text.to(visual)
         text = nn.functional.pad(text, (0, visual.shape[2] - text.shape[1]))
         return torch.cat([text.expand(len(visual), -1, -1), visual], 1)
@@ -292,8 +310,8 @@ class AnswersAnatomy(TaskAnatomy):
     def _words_at(self, tokens: Tensor) -> Tensor:
         """The logits of all words [...,V] that the language model gives where these tokens leave its last block."""
         net = cast(Any, self.net)
-        norm, width = net.get_submodule(f"{self.language_path}.norm"), self.transcript.text.shape[1]
-        logits: Tensor = net.lm_head(norm(tokens[..., :width])).float()
+        norm = net.get_submodule(f"{self.language_path}.norm")
+        logits: Tensor = net.lm_head(norm(tokens[..., : self.language_width])).float()
         cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -342,7 +360,8 @@ class AnswersAnatomy(TaskAnatomy):
         script, found = self.transcript, []
         for ids in script.answers:
             length = len(ids)
-            out = self.call(images, torch.cat([script.prompt, ids]), length)
+            shown = images if self.question is None else cast(Any, self.question).beside(images)
+            out = self.call(shown, torch.cat([script.prompt, ids]), length)
             found.append(self._logs_of(out.logits[:, -length - 1 : -1], ids, out.logits.dtype))
         return found
 
@@ -355,7 +374,7 @@ class AnswersAnatomy(TaskAnatomy):
     def width_of(self, index: int) -> int:
         if self.opened_at == "tower":
             return super().width_of(index)
-        return self.transcript.text.shape[1] * (1 + (self.added or 0))
+        return self.language_width * (1 + (self.added or 0))
 
     @property
     def layout_read(self) -> Layout:
@@ -401,10 +420,11 @@ class AnswersAnatomy(TaskAnatomy):
         return torch.empty_like(out).scatter(1, wide, out)
 
     def flat(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(0, (-1, self.fine.count)) if tokens.ndim == 2 else super().flat(tokens)
+        out: Tensor = tokens.unflatten(0, (-1, self.fine.count)) if tokens.ndim == 2 else tokens
+        return out if tokens.ndim == 2 else joined(out, self.views, self.fine.prefix // self.views)
 
     def unflat(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-        return tokens.flatten(0, 1) if len(shape) == 2 else super().unflat(tokens, shape)
+        return tokens.flatten(0, 1) if len(shape) == 2 else parted(tokens, self.views, self.fine.prefix // self.views)
 
     def classified(self, tokens: States) -> Tensor:
         return self._answered(tokens, None)
@@ -486,37 +506,39 @@ class AnswersAnatomy(TaskAnatomy):
     def check(self) -> None:
         if self.bare is None:
             with torch.inference_mode(False), torch.no_grad(), self.steady():
-                self.added = self._count_added(random_image(self))
+                image = random_image(self)
+                self.added = self._count_added(image)
+                if self.opened_at == "tower" and self.views == 1:
+                    self.layout = self.fine = replace(self.fine, order=self._find_order(image))
+                if self.opened_at == "tower" or self.views > 1:
+                    self.coarse = replace(self.coarse, order=self._find_visual_order())
                 if self.opened_at == "language":
                     self.layout = self.transcript.layout
-                    Anatomy.check(self)
                 else:
-                    self._check_tower()
-                    Anatomy.check(self)
+                    self.states_read = self._tower_states
+                    self._cannot_drop = self._why_not_removed(self.embed(image))
+                    self.can_drop = self._cannot_drop or (self._refuse_single() if self.merge_size > 1 else None)
+                Anatomy.check(self)
 
-    def _check_tower(self) -> None:
-        """Find the order of patches, check that each square makes one visual token, and how patches are dropped."""
-        image = random_image(self)
-        self.layout = self.fine = replace(self.fine, order=self._find_order(image))
-        self.states_read = self._tower_states
-        tokens = self.run(self.embed(image))
-        squares = self.fine.sets("merge")
-        picked = torch.arange(self.visual) % 3 == 0
-        states = self.states(tokens)
-        cells = self.fine.place[picked[squares]].to(tokens.device)
-        noise = torch.zeros_like(tokens)
-        noise[:, cells] = torch.randn(noise[:, cells].shape, generator=torch.Generator().manual_seed(1)).to(tokens)
-        changed = {index: state + noise for index, state in states.items()}
-        moved = (self.visual_tokens(tokens=states) != self.visual_tokens(tokens=changed)).any(2)[0].cpu()
-        if not torch.equal(moved, picked):
+    def _find_visual_order(self) -> tuple[int, ...]:
+        """The visual tokens of each square of patches, found by changing the squares whose number has a bit set."""
+        noise = torch.randn(2, self.fine.count, self.calls[0].fed[-1], generator=torch.Generator().manual_seed(1))
+        noise, indices = self.place(noise), self._tower_states or (len(self.tower_paths),)
+        squares = self.fine.of_tokens(1 + self.fine.sets("merge")[None].to(noise.device))
+
+        def moved(chosen: Tensor) -> Tensor:
+            states = (noise[:1], noise[:1] + noise[1:] * chosen[0, :, None].to(noise))
+            before, changed = (self.visual_tokens(tokens=dict.fromkeys(indices, state)) for state in states)
+            return (before != changed).any(2)[0]
+
+        order = _places(moved, squares, self.coarse.cells)
+        if order is None:
             raise Unsupported(f"{self.name} does not make one visual token of each square of patches")
-        self._cannot_drop = self._why_not_removed(tokens)
-        self.can_drop = self._cannot_drop or (self._refuse_single() if self.merge_size > 1 else None)
+        return order
 
     def _count_added(self, image: Tensor) -> int:
         """Behind how many of its first blocks the language model's forward adds to visual tokens."""
-        width = self.transcript.text.shape[1]
-        parts = self.visual_tokens(image).split(width, 2)[1:]
+        parts = self.visual_tokens(image).split(self.language_width, 2)[1:]
         return max((index + 1 for index, part in enumerate(parts) if bool(part.any())), default=0)
 
     def _find_order(self, image: Tensor) -> tuple[int, ...] | None:
@@ -524,18 +546,23 @@ class AnswersAnatomy(TaskAnatomy):
         cells = self.fine.cells
         codes = torch.arange(1.0, cells + 1, device=image.device).view(1, *self.fine.grid)
         codes = to_pixels(codes, self.geometry.size, self.geometry.size, "nearest").long()[:, None]
-        base = self.embed(image)[0]
-        seen = torch.zeros(len(base), dtype=torch.long, device=image.device)
-        for bit in range((cells + 1).bit_length()):
-            shown = self.embed(torch.where((codes >> bit & 1).bool(), image + 1, image))[0]
-            seen = seen + ((shown != base).any(1).long() << bit)
-        place = {code - 1: i - self.fine.prefix for i, code in enumerate(seen.tolist()) if code}
-        if sorted(place) != list(range(cells)):
+        base = self.embed(image)[0, self.fine.prefix :]
+
+        def moved(chosen: Tensor) -> Tensor:
+            return (self.embed(torch.where(chosen, image + 1, image))[0, self.fine.prefix :] != base).any(1)
+
+        order = _places(moved, codes, cells)
+        if order is None:
             raise Unsupported(f"the patches of {self.name} cannot be located")
-        return tuple(place[cell] for cell in range(cells))
+        return order
 
     def _why_not_removed(self, tokens: Tensor) -> str | None:
         """Why patches cannot leave the tower: its blocks must compute the same when they are hidden from attention."""
+        if self.views > 1:
+            return (
+                f"it shows each part of an image in {self.fine.per_cell} patches of {self.views} views; unit='patch' "
+                "paints them all, and place='language' removes all visual tokens of a part"
+            )
         if self.packed:
             return None  # windows become shorter
         keep = (self.fine.sets("merge") % 2 == 0).nonzero()[:, 0][None].to(tokens.device)
@@ -547,6 +574,21 @@ class AnswersAnatomy(TaskAnatomy):
             if alike(hidden, kept, 1e-4):
                 return None
         return "removing tokens gives another result than masking them in attention"
+
+
+def _places(moved: Callable[[Tensor], Tensor], numbers: Tensor, cells: int) -> tuple[int, ...] | None:
+    """The places of the tokens of each cell; None if a token belongs to several cells, or cells to unequally many.
+
+    Args:
+        moved: Which tokens change if what is chosen changes.
+        numbers: The number of the cell, from 1, of everything that can be chosen.
+        cells: The number of cells.
+    """
+    seen = torch.stack([moved((numbers >> bit & 1).bool()).long() << bit for bit in range(cells.bit_length())]).sum(0)
+    counts = seen.bincount(minlength=cells + 1)
+    if len(counts) > cells + 1 or int(counts[0]) or int(counts[1:].min()) != int(counts.max()):
+        return None
+    return tuple(seen.argsort(stable=True).tolist())
 
 
 @register_family("vision-language models", package="transformers")

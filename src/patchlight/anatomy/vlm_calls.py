@@ -24,15 +24,28 @@ KNOWN: Mapping[str, Preprocess] = {
 """The preprocessing of the tower that each model was published with."""
 _UNSIZED = (448, 448)
 """The size of images for models that take any, if no other is given."""
+_ANYRES = ("llava_next", "llava_onevision")
+"""Models that show each image twice: as an overview, then as tiles, of one of the sizes in their configuration."""
+_TILED = (*_ANYRES, "idefics3", "smolvlm", "internvl")
+"""Models whose images may be cut into tiles of the size that the tower reads."""
+_MOST_TILES = 36
 
 
 @dataclass(frozen=True)
 class TowerFacts:
-    """What running a model once shows: grid and number of its tokens, which states visual tokens are made of, …"""
+    """What running a model once shows: grid and number of its tokens, which states visual tokens are made of, …
+
+    An image that is cut into tiles has several `views`; each patch of the overview is then a cell of the grid, and
+    `order` is that of the layout. `visual` are those of its `image_tokens` that are made of patches; the others end
+    lines.
+    """
 
     grid: tuple[int, int]
+    views: int
+    order: tuple[int, ...] | None
     tokens: int
-    visual: int
+    image_tokens: int
+    visual: Tensor
     states: tuple[int, ...]
     packed: bool
     heads: int
@@ -73,22 +86,46 @@ def tower_facts(model: Any, paths: Sequence[str], preprocess: Preprocess, name: 
             raise Unsupported(
                 f"{name} runs its vision tower {len(entered)} times for one image, which is not supported"
             )
-        features = tensors_in(getattr(out, "pooler_output", out))
+        features = [each.flatten(0, -2) for each in tensors_in(getattr(out, "pooler_output", out))]
         added = tensors_in(getattr(out, "deepstack_features", None))
         total = torch.stack([each.sum() for each in (*features, *added)]).sum()
         gradients = torch.autograd.grad(total, states, allow_unused=True)
-    visual = sum(math.prod(each.shape[:-1]) for each in features)
+    newline = getattr(net.model, "image_newline", None)
+    lines = [each.new_zeros(len(each)).bool() if newline is None else (each == newline).all(1) for each in features]
+    visual = (~torch.cat(lines)).nonzero()[:, 0]
     read = tuple(number for number, gradient in enumerate(gradients, 1) if gradient is not None)
-    tokens, packed = entered[0].shape[-2] if entered[0].ndim == 3 else len(entered[0]), entered[0].ndim == 2
-    if entered[0].ndim == 3 and len(entered[0]) > 1:
-        raise Unsupported(f"{name} cuts an image into {len(entered[0])} views; give a size that it does not cut")
-    patch = config.vision_config.patch_size
-    patch = patch[0] if isinstance(patch, list | tuple) else patch
-    grid = preprocess.size[0] // patch, preprocess.size[1] // patch
+    tokens, packed = math.prod(entered[0].shape[:-1]), entered[0].ndim == 2
+    views, side, patch = 1 if packed else len(entered[0]), _side(config), _number(config.vision_config.patch_size)
+    grid, order = (preprocess.size[0] // patch, preprocess.size[1] // patch), None
+    if views > 1:
+        grid, across = (side // patch, side // patch), [length // side for length in preprocess.size]
+        cells = torch.arange(math.prod(grid)).view(1, 1, *grid).double()
+        for axis, tiles in enumerate(across, 2):
+            cells = cells.repeat_interleave(tiles, axis)
+        order = tuple(views_of(config, cells, side // patch).flatten().argsort(stable=True).tolist())
     heads = getattr(config.vision_config, "num_attention_heads", None) or config.vision_config.num_heads
     token = image_token_of(config)
     trial = [i for i in range(1, 12) if i != token][:4]
-    return TowerFacts(grid, tokens, visual, read, packed, heads, trial)
+    return TowerFacts(grid, views, order, tokens, sum(map(len, lines)), visual, read, packed, heads, trial)
+
+
+def _number(value: Any) -> int:
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def _side(config: Any) -> int:
+    """Height and width of what the tower reads; 0 if it takes any size."""
+    return _number(getattr(config.vision_config, "image_size", 0))
+
+
+def views_of(config: Any, images: Tensor, side: int) -> Tensor:
+    """The views [B,V,C,side,side] of images [B,C,H,W]: tiles, and an overview, whose pixels are means of pixels."""
+    across = [length // side for length in images.shape[2:]]
+    tiles = images.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+    if math.prod(across) > _MOST_TILES:
+        raise PatchlightError(f"this is an image in too many tiles ({math.prod(across)}, at most {_MOST_TILES})")
+    overview = nn.functional.avg_pool2d(images, across)[:, None]
+    return torch.cat([overview, tiles] if config.model_type in _ANYRES else [tiles, overview], 1)
 
 
 def image_token_of(config: Any) -> int:
@@ -123,6 +160,10 @@ def preprocess_of(model: Any, processor: Any, name: str) -> Preprocess:
     vision, known = model.config.vision_config, KNOWN[type(model).__name__]
     side = getattr(vision, "image_size", None)
     size = _UNSIZED if side is None else tuple(side) if isinstance(side, list | tuple) else (side, side)
+    cut = model.config.model_type in _ANYRES
+    if cut:  # squares first, then the smallest
+        pinpoints = (tuple(each) for each in model.config.image_grid_pinpoints if max(each) > max(size))
+        size = min(pinpoints, key=lambda each: (each[0] != each[1], math.prod(each)))
     images = getattr(processor, "image_processor", processor)
     if images is None:
         assumed = replace(known, size=size)
@@ -133,18 +174,30 @@ def preprocess_of(model: Any, processor: Any, name: str) -> Preprocess:
         )
         return assumed
     try:
-        return as_processed(images, 3, name)
+        if not cut:
+            return as_processed(images, 3, name)
     except PatchlightError:  # it cuts pictures, or keeps their size
-        mean, std = (tuple(float(v) for v in getattr(images, key)) for key in ("image_mean", "image_std"))
-        return replace(SIGLIP, size=size, mean=mean, std=std)
+        pass
+    mean, std = (tuple(float(v) for v in getattr(images, key)) for key in ("image_mean", "image_std"))
+    return replace(SIGLIP, size=size, mean=mean, std=std)
 
 
 def pixels_of(config: Any, images: Tensor) -> dict[str, Any]:
-    """Images [B,C,H,W] as a model takes them."""
-    kind = config.model_type
-    if kind in ("idefics3", "smolvlm"):
-        empty = (images == 0).flatten(1).all(1).view(-1, 1, 1, 1)  # the model takes an image of zeros for padding
-        return {"pixel_values": (images + empty.to(images) * 1e-6)[:, None]}
+    """Images [B,C,H,W], or several for each prompt [B,P,C,H,W], as a model takes them."""
+    kind, prompts = config.model_type, len(images)
+    images = images.flatten(0, 1) if images.ndim == 5 else images
+    if kind in _TILED:
+        size, side = list(images.shape[2:]), _side(config)
+        if kind in _ANYRES and size not in [list(each) for each in config.image_grid_pinpoints]:
+            raise PatchlightError(f"it cuts images of the sizes {config.image_grid_pinpoints} into tiles")
+        whole = kind not in _ANYRES and (size == [side, side] or any(length % side for length in size))
+        views = images[:, None] if whole else views_of(config, images, side)
+        if kind in _ANYRES:
+            return {"pixel_values": views, "image_sizes": torch.tensor([size] * len(images), device=images.device)}
+        if kind == "internvl":
+            return {"pixel_values": views.flatten(0, 1)}
+        empty = (views == 0).flatten(2).all(2)[..., None, None, None]  # the model takes a view of zeros for padding
+        return {"pixel_values": (views + empty.to(images) * 1e-6).unflatten(0, (prompts, -1)).flatten(1, 2)}
     if not kind.startswith("qwen"):
         return {"pixel_values": images}
     vision = config.vision_config

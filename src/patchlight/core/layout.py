@@ -29,7 +29,9 @@ class Layout:
         prefix: Tokens before the cells: CLS, DIST, registers.
         suffix: Tokens after the cells, such as detection tokens.
         axes: The name of each axis of the grid: "row", "column", "time", "depth", "frequency".
-        order: The position of cell i, counted in C order, among the grid tokens; None: the cells are in C order.
+        order: The positions of the tokens of each cell, cell after cell in C order, among the grid tokens. A cell has
+            several tokens where a model sees each part of an image in several views. None: one token per cell, in C
+            order.
         merge: Patches along each side of the square that becomes one visual token of a language model.
 
     Example:
@@ -55,7 +57,7 @@ class Layout:
                 f"the grid {grid} has {len(grid)} axes and {self.axes} names {len(self.axes)}; name each once, for "
                 "example axes=('time', 'row', 'column')"
             )
-        if order is not None and sorted(order) != list(range(self.cells)):
+        if order is not None and sorted(order) != list(range(max(1, self.per_cell) * self.cells)):
             raise PatchlightError(f"order must hold each of the places 0 to {self.cells - 1} once")
 
     @property
@@ -64,31 +66,38 @@ class Layout:
         return math.prod(self.grid)
 
     @property
+    def per_cell(self) -> int:
+        """Number of tokens of a cell."""
+        return 1 if self.order is None else len(self.order) // self.cells
+
+    @property
     def count(self) -> int:
         """N: number of tokens."""
-        return self.prefix + self.cells + self.suffix
+        return self.prefix + self.cells * self.per_cell + self.suffix
 
     @cached_property
     def place(self) -> Tensor:
-        """The index [cells] of each cell, in C order, among all tokens."""
+        """The indices [cells * per_cell] of the tokens of each cell, in C order, among all tokens."""
         cells = torch.arange(self.cells) if self.order is None else torch.tensor(self.order)
         return cells + self.prefix
 
     def of_cells(self, tokens: Tensor) -> Tensor:
-        """The values of the cells, in C order, of tokens [B,N,...]: without prefix and suffix."""
+        """The values of the cells, in C order, of tokens [B,N,...]: the sum over the tokens of each."""
         if self.order is None:
             return tokens[:, self.prefix : tokens.shape[1] - self.suffix]
-        return tokens[:, self.place.to(tokens.device)]
+        values = tokens[:, self.place.to(tokens.device)]
+        return values if self.per_cell == 1 else values.unflatten(1, (self.cells, self.per_cell)).sum(2)
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Values [B,N] of all tokens from those of the cells [B,cells]: 0 at prefix and suffix."""
         out = values.new_zeros(len(values), self.count)
-        return out.index_copy(1, self.place.to(values.device), values)
+        return out.index_copy(1, self.place.to(values.device), values.repeat_interleave(self.per_cell, 1))
 
     def places(self, keep: Tensor) -> Tensor:
-        """Indices [V,p+k+s] of the prefix tokens, of the cells at `keep` [V,k] and of the suffix among all tokens."""
+        """Indices [V,p+k+s] of the prefix tokens, of the tokens of cells `keep` [V,k] and of the suffix among all."""
         prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
-        cells = keep + self.prefix if self.order is None else self.place.to(keep.device)[keep]
+        tokens = self.place.to(keep.device).view(self.cells, -1)
+        cells = keep + self.prefix if self.order is None else tokens[keep].flatten(1)
         if not self.suffix:
             return torch.cat([prefix, cells], 1)
         suffix = torch.arange(self.count - self.suffix, self.count, device=keep.device).expand(len(keep), -1)

@@ -71,7 +71,7 @@ def suppression(tokens: Tensor, layout: Layout, factor: float, kappa: float, nei
         similar = similar & torch.zeros_like(similar).scatter(-1, best, True)
     scaled = torch.where(similar, (1 - factor) * (1 - cosine) + factor, 1.0).masked_fill(itself, factor)
     ones = scaled.new_ones(*scaled.shape[:2], tokens.shape[1])
-    return ones.index_copy(2, layout.place.to(scaled.device), scaled)
+    return ones.index_copy(2, layout.place.to(scaled.device), scaled.repeat_interleave(layout.per_cell, 2))
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:

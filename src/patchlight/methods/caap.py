@@ -116,7 +116,7 @@ def caap(
     at = torch.cartesian_prod(*(torch.arange(length) for length in vit.grid)).view(cells, -1)
     near = (at[:, None] - at).abs().amax(-1) <= window // 2
     owner = owners(ask, cells)
-    shown = near.repeat(len(ask.images), 1)
+    shown = near.repeat_interleave(vit.layout.per_cell, 1).repeat(len(ask.images), 1)
     scores = ask.score_variants(Patched(owner, shown, torch.stack(seen, 1), base, place, first))
     empty = ask.score_variants(Rendered(torch.arange(len(neutral)), lambda part: neutral[part]))
     rise: Tensor = scores.view(len(neutral), cells, -1) - empty[:, None]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from patchlight.anatomy.heads.question import Question
-from patchlight.core.errors import DegenerateMap, PatchlightError, warn
+from patchlight.core.errors import DegenerateMap, PatchlightError, integer, warn
+from patchlight.core.fingerprints import hash_images
 from patchlight.core.registry import check_arguments
 from patchlight.core.targets import Outputs
 
@@ -61,6 +62,8 @@ class Answer(Question):
         force: Whether to explain an answer that the model would not generate, or words without a gain.
         without: How the image is removed for the gain: "removed" removes the visual tokens from the language model,
             "blank" shows an image of the mean colour.
+        others: Other images (or one) of a prompt with several; they stay as they are.
+        position: The place of the explained image among them, from 0.
 
     Example:
         >>> answer = pl.heads.Answer("What is the dog holding?")                               # doctest: +SKIP
@@ -83,6 +86,8 @@ class Answer(Question):
         choices: Sequence[str | Sequence[int]] | None = None,
         force: bool = False,
         without: Literal["removed", "blank"] = "removed",
+        others: Any = None,
+        position: int = 0,
     ) -> None:
         if isinstance(words, str) and words not in ("visual", "all"):
             words = [words]
@@ -97,8 +102,29 @@ class Answer(Question):
             self.outputs = Outputs("softmax")
         self.prompt, self.answer, self.selection, self.against = prompt, answer, words, against
         self.choices, self.force, self.without = choices, force, without
+        self.others, self.position = others, position
         self.labels: list[str] = []
         self.words: tuple[Word, ...] = ()
+
+    def bound(self, vit: Any) -> Self:
+        bound = super().bound(vit)
+        if self.others is not None:
+            bound = copy(bound)
+            bound.pictures = vit.batch(self.others)
+            integer("position", self.position, 0, len(bound.pictures))
+        elif self.position:
+            raise PatchlightError(f"position is {self.position}, but there is one image; give the others as others=")
+        return bound
+
+    pictures: Tensor | None = None
+    """The other images [P-1,C,H,W] of the prompt, as the model takes them."""
+
+    def beside(self, images: Tensor) -> Tensor:
+        """Images [B,C,H,W] at their place among the other images of the prompt [B,P,C,H,W], if there are others."""
+        if self.pictures is None:
+            return images
+        others = self.pictures.to(images).expand(len(images), *self.pictures.shape)
+        return torch.cat([others[:, : self.position], images[:, None], others[:, self.position :]], 1)
 
     def about(self) -> dict[str, Any]:
         names: dict[str, Any] = {
@@ -108,6 +134,8 @@ class Answer(Question):
             "against": None if self.normalised else self.against,
         }
         names |= {"choices": self.choices, "without": self.without if self.without != "removed" else None}
+        if self.pictures is not None:
+            names |= {"others": list(hash_images(self.pictures)), "position": self.position}
         return {"head": "Answer", **{key: value for key, value in names.items() if value is not None}}
 
     def measured(self) -> Answer:
@@ -133,15 +161,16 @@ class Answer(Question):
 
     def prepare(self, vit: Any, image: Tensor, size: tuple[int, int] | None) -> None:
         prompts = vit.prompts
-        prompt = prompts.prompt(self.prompt, vit.visual, vit.preprocess.size)
+        images = 1 if self.pictures is None else 1 + len(self.pictures)
+        prompt = prompts.prompt(self.prompt, vit.image_tokens, vit.preprocess.size, images)
         if self.choices is not None:
-            self.transcript = vit.transcribe(prompt, [prompts.answer(each) for each in self.choices])
+            self.transcript = vit.transcribe(prompt, [prompts.answer(each) for each in self.choices], self)
             self.labels = [each if isinstance(each, str) else prompts.pieces(each)[0] for each in self.choices]
             return
         generated = self.answer is None
         ids = self._generate(vit, image, prompt) if self.answer is None else prompts.answer(self.answer)
         answers = [ids] if self.against in (None, "prior") else [ids, prompts.answer(self.against)]
-        self.transcript = vit.transcribe(prompt, answers)
+        self.transcript = vit.transcribe(prompt, answers, self)
         self.text = prompts.pieces(ids)[0].strip()
         with torch.no_grad():
             model = vit.ask(self, bind=False)
@@ -167,7 +196,7 @@ class Answer(Question):
         with torch.no_grad():
             while len(answer) < _LONGEST:
                 ids = torch.tensor([*prompt, *answer], device=image.device)
-                logits = vit.call(image, ids, len(answer)).logits[0, -1]
+                logits = vit.call(self.beside(image), ids, len(answer)).logits[0, -1]
                 logits[vit.prompts.image_token] = -torch.inf  # it stands for pictures, not for words
                 token = int(logits.argmax())
                 if token in ends:
@@ -182,7 +211,8 @@ class Answer(Question):
     def _check_said(self, vit: Any, image: Tensor, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Warn of an answer that the model would not give."""
         with torch.no_grad():
-            logits = vit.call(image, torch.tensor([*prompt, *ids], device=image.device), len(ids)).logits[0]
+            asked = torch.tensor([*prompt, *ids], device=image.device)
+            logits = vit.call(self.beside(image), asked, len(ids)).logits[0]
         if logits[-len(ids) - 1 : -1].argmax(1).tolist() != list(ids):
             said = vit.prompts.pieces(self._generate(vit, image, prompt))[0].strip()
             warn(
