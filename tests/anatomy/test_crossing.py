@@ -429,14 +429,17 @@ def test_time_sformer_says_why_it_needs_every_cell() -> None:
 
 
 _CVT = "the gradient that torch gives for one image alone differs from that in a batch, and from finite differences"
-_ROUNDING = "its maps alone and in a batch differ by 1.2e-5, a little more than the limit"
 UNEVEN = {
     ("CvT", "gradcam"): _CVT,
     ("CvT", "ixg.libra"): _CVT,
-    ("LeViT-teacher", "gradcam"): _ROUNDING,
     ("SwiftFormer", "occlusion"): "the logits of this small model do not change where a patch is painted",
 }
 """Pairs of models and methods that do not keep the contract, and why."""
+ROUNDED = (("LeViT-teacher", "gradcam"), ("Perceiver-learned", "occlusion"))
+"""Pairs that are compared in float64: float32 rounds their maps, alone and in a batch, by more than the limit.
+
+Painting one pixel of the Perceiver changes a probability by at most 2e-4, so rounding is 1e-5 of its map.
+"""
 METHODS = ("genatt", "rollout", "gradcam", "ixg.libra", "tis", "occlusion")
 
 
@@ -445,7 +448,26 @@ METHODS = ("genatt", "rollout", "gradcam", "ixg.libra", "tis", "occlusion")
 def test_methods_keep_their_contract(name: str, method: str) -> None:
     if (name, method) in UNEVEN:
         pytest.skip(UNEVEN[name, method])
-    check_method(method, opened(name), inputs(name))
+    if (name, method) in ROUNDED:
+        check_method(method, doubled(name), inputs(name).double())
+    else:
+        check_method(method, opened(name), inputs(name))
+
+
+def doubled(name: str) -> Anatomy:
+    """The model of a row in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pl.AssumedPreprocess)
+        return pl.wrap(copy.deepcopy(tiny(name)).double(), name=name, preprocess=preprocess(name))
+
+
+@pytest.mark.parametrize("name", ["MobileViTv2", "Perceiver-learned"])
+@pytest.mark.parametrize("method", ["gradcam++", "gradcam"])
+def test_a_batch_has_the_maps_of_its_images(name: str, method: str) -> None:
+    """In float32 the poles of gradcam++ amplify rounding, to 0.5 % of the map on MobileViTv2."""
+    vit, batch = doubled(name), inputs(name, 3).double()
+    alone = torch.cat([pl.explain(vit, image, method, target=1).scores for image in batch.split(1)])
+    assert_near(pl.explain(vit, batch, method, target=1).scores, alone, 1e-6)
 
 
 def test_cvt_itself_has_another_gradient_for_an_image_alone() -> None:

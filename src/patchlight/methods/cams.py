@@ -248,8 +248,8 @@ def gradcam_pp(
 
         R_i = sum_k w_k a_ik,   w_k = sum_i alpha_ik ReLU(g_ik),   alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps)
 
-    alpha is 0 where g is, and has a pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding (to 1 % of the
-    map in float32).
+    alpha is 0 where g is, and has a pole at g = -2 / sum_j a_jk: a channel near it amplifies rounding: in
+    float32, maps of one image alone and in a batch may differ by several per cent.
 
     Args:
         sign: "relu" weights by the positive part of the gradient, "signed" by the gradient itself.
