@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import patchlight as pl
+from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.heads import Question
-from patchlight.anatomy.locating import find_blocks, locate_tokens
+from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.core.errors import PatchlightError
 
@@ -48,9 +49,9 @@ def detector() -> pl.Anatomy:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    found = find_blocks(model, lambda net, images: net(images), (3, 64, 96), "yolos")
+    found = find_blocks(model, run_plainly, Inputs((3, 64, 96)), "yolos")
     about = {"name": "yolos", "preprocess": pl.Preprocess((64, 96))}
-    vit = _Detector(model, **about, **locate_tokens(found, (64, 96), 0, "yolos"))
+    vit = _Detector(model, **about, **locate_tokens(found, 0, "yolos"))
     vit.check()
     return vit
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import patchlight as pl
+from patchlight.anatomy.discovery import Inputs, find_blocks
 from patchlight.anatomy.heads import Question
-from patchlight.anatomy.locating import find_blocks, locate_tokens
+from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.passes import run_pass
@@ -78,8 +79,8 @@ def _opened(model: nn.Module, backbone: str) -> pl.Anatomy:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    found = find_blocks(model, lambda net, images: net.get_submodule(backbone)(images), (3, 64, 64), "map")
-    vit = _Map(model, name="map", preprocess=pl.Preprocess((64, 64)), **locate_tokens(found, (64, 64), 0, "map"))
+    found = find_blocks(model, lambda net, images: net.get_submodule(backbone)(images), Inputs((3, 64, 64)), "map")
+    vit = _Map(model, name="map", preprocess=pl.Preprocess((64, 64)), **locate_tokens(found, 0, "map"))
     vit.check()
     return vit
 

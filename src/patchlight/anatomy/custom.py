@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
+from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.families import read_anatomy
-from patchlight.anatomy.locating import find_blocks, locate_tokens
+from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import parts_of_timm
@@ -176,10 +177,10 @@ def _discovered(model: nn.Module, overrides: dict[str, Any], kind: str) -> Anato
         shape = tuple(int(side) for side in facts["input_shape"])
         moves = len(shape) == 4 and facts.get("axes", ("",))[0] == "time"
         dims = (0, 2, 3) if moves else tuple(range(1, len(shape)))
-        facts |= {"axes": tuple(facts.get("axes", ("depth", "row", "column")[-len(dims) :])), "input_shape": shape}
+        inputs = Inputs(shape, dims, tuple(facts.pop("axes", ("depth", "row", "column")[-len(dims) :])))
         facts = {"preprocess": Preprocess((shape[-2], shape[-1]), (0.0,), (1.0,)), "channels": shape[moves], **facts}
     elif "preprocess" in facts:
-        shape, dims = (int(facts.get("channels", 3)), *facts["preprocess"].size), (1, 2)
+        inputs = Inputs((int(facts.get("channels", 3)), *facts["preprocess"].size))
     else:
         return None
     *_, last = model.modules()
@@ -188,9 +189,8 @@ def _discovered(model: nn.Module, overrides: dict[str, Any], kind: str) -> Anato
             f"{kind} ends in a Tanh, so its outputs are values from -1 to 1, not logits; set regression=True or "
             "remove the Tanh"
         )
-    discovery = find_blocks(model, lambda net, images: net(images), shape, kind, dims=dims)
-    where = locate_tokens(discovery, tuple(shape[dim] for dim in dims), overrides.get("stage", -2), kind)
-    return CustomAnatomy(model, output=overrides.get("output"), name=kind, **{**where, **facts})
+    located = locate_tokens(find_blocks(model, run_plainly, inputs, kind), overrides.get("stage", -2), kind)
+    return CustomAnatomy(model, output=overrides.get("output"), name=kind, **{**located, **facts})
 
 
 def _around(model: nn.Module, path: str, backbone: Anatomy, overrides: dict[str, Any], kind: str) -> CustomAnatomy:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+from patchlight.anatomy.probe import refused_input
 from patchlight.anatomy.twin import Twin
-from patchlight.core.errors import PatchlightError
-from patchlight.core.layout import Geometry
+from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.layout import IMAGE_AXES, Geometry
 
 _ATTENTION = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 
@@ -31,6 +32,28 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a model takes.
+
+    Args:
+        shape: The shape of one input.
+        dims: The dimension of it that each axis of the grid is.
+        axes: The name of each axis.
+        patches: How inputs are cut into patches, if this is not done by a convolution of the model.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...] = (1, 2)
+    axes: tuple[str, ...] = IMAGE_AXES
+    patches: Convolution | None = None
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The size of one input along each axis of the grid."""
+        return tuple(self.shape[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True)
 class Discovery:
     """What one run of a forward shows.
 
@@ -42,7 +65,7 @@ class Discovery:
         pools: Whether attention follows the blocks, as in attention pooling.
         convolutions: The convolutions before each block, the strided ones among them in the order of their calls.
         constant: How many tokens before block 0, at the start and at the end, do not depend on the input.
-        dims: The dimension of one input that each axis of the grid is.
+        inputs: What the model takes.
         order: The place of each cell among the grid tokens before block 0; None where it was not found.
         heads: The number of attention heads of the last block.
         windows: In how many windows of the batch axis the blocks take the tokens of one input.
@@ -55,17 +78,18 @@ class Discovery:
     pools: bool
     convolutions: dict[int, list[Convolution]]
     constant: tuple[int, int]
-    dims: tuple[int, ...] = (1, 2)
+    inputs: Inputs
     order: tuple[int, ...] | None = None
     heads: int = 1
     windows: int = 1
 
-    def geometry(self, size: tuple[int, ...]) -> Geometry:
-        """What the cells before block 0 cover of an input of this size: equal parts unless one convolution cuts it."""
-        grid, stem = self.grid(0, sum(self.constant)), self.stem
+    @property
+    def geometry(self) -> Geometry:
+        """What the cells before block 0 cover of an input: equal parts unless one convolution cuts it."""
+        grid, stem, size = self.grid(0, sum(self.constant)), self.stem, self.inputs.size
         frames = len(grid) - (0 if stem is None else len(stem.grid))  # frames that are cut one by one
         unit = ("frame", *("px",) * (len(grid) - 1)) if len(grid) > 2 else ("px",) * len(grid)
-        dims = None if self.dims == (1, 2) else self.dims
+        dims = None if self.inputs.dims == (1, 2) else self.inputs.dims
         if stem is None or grid[frames:] != stem.grid:
             return Geometry.even(grid, size, unit=unit, dims=dims)
         step, cell = ((1.0,) * frames + tuple(map(float, sides)) for sides in (stem.stride, stem.kernel))
@@ -100,40 +124,43 @@ class Discovery:
         raise PatchlightError(f"{count} tokens are not a grid over the {fine[0]} x {fine[-1]} patches of the image")
 
 
-def discover(
+def find_blocks(
     model: nn.Module,
     run: Callable[[nn.Module, Tensor], Any],
-    inputs: Tensor,
+    inputs: Inputs,
+    name: str,
     prepare: Callable[[nn.Module], None] = lambda net: None,
-    dims: Sequence[int] = (1, 2),
-    patches: Convolution | None = None,
-) -> Discovery | None:
+) -> Discovery:
     """Find the blocks of a model: the outermost modules of one class in a list that each contain one attention.
 
     Args:
         model: The model, which is only read.
-        run: How a copy of it is run on inputs.
-        inputs: Two different inputs [2,...].
+        run: How a copy of it is run on a batch.
+        inputs: What it takes.
+        name: The name of the model in errors.
         prepare: What is done to the copy before.
-        dims: The dimensions of one input, in the order of the axes of the grid.
-        patches: How inputs are cut into patches, if this is not done by a convolution of the model.
-
-    Returns:
-        None where there is no attention between tokens.
     """
-    twin = Twin(model)
-    copies: list[nn.Module] = []
-    twin.renew(copies.append)
-    net = copies[0]
-    prepare(net)
-    watch = _Watch(net)
-    with torch.inference_mode(False), torch.no_grad(), watch:
-        run(net, inputs)
+    like = next(p for p in model.parameters() if p.is_floating_point())
+    batch = torch.randn(2, *inputs.shape, generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        discovery = _discover(model, run, batch, inputs, prepare)
+    except PatchlightError as error:
+        raise PatchlightError(f"{name} cannot be opened: {error}") from error
+    except Exception as error:
+        raise refused_input(name, (1, *inputs.shape), error) from error
+    if discovery is None:
+        raise Unsupported(f"{name} cannot be opened: it is a convolutional network, and has no attention")
+    return discovery
+
+
+def _discover(model: nn.Module, run: Any, batch: Tensor, inputs: Inputs, prepare: Any) -> Discovery | None:
+    """What a run on a batch of two shows; None where there is no attention between tokens."""
+    net, watch = _watched(model, run, batch, prepare)
     chosen = watch.chosen()
     if not chosen:
         return None
     last, first = id(chosen[-1]), watch.entries[id(chosen[0])]
-    windows = len(first) // len(inputs) if first.ndim == 3 else 1
+    windows = len(first) // len(batch) if first.ndim == 3 else 1
     constant = _constant(first)
 
     def per_input(tokens: Tensor) -> Tensor:
@@ -145,9 +172,9 @@ def discover(
         [(1, *per_input(watch.entries[id(module)]).shape[1:]) for module in chosen],
         [(1, *per_input(watch.outputs[id(module)]).shape[1:]) for module in chosen],
         len(watch.stacks) > watch.ends[last],
-        watch.convolutions(chosen) if patches is None else {0: [patches]},
+        watch.convolutions(chosen) if inputs.patches is None else {0: [inputs.patches]},
         (windows * constant[0], windows * constant[1]),
-        tuple(dims),
+        inputs,
         heads=watch.heads[watch.ends[last] - 1],
         windows=windows,
     )
@@ -161,21 +188,35 @@ def discover(
 
     chosen[0].register_forward_pre_hook(_stop, with_kwargs=True)
     with torch.inference_mode(False), torch.no_grad():
-        return replace(discovery, order=_order(discovery, embed, inputs[:1]))
+        return replace(discovery, order=_order(discovery, embed, batch[:1]))
 
 
 def discover_stages(
     model: nn.Module, inputs: Tensor, paths: Sequence[str] | None = None
 ) -> list[tuple[str, list[tuple[int, ...]]]]:
     """The modules that end the stages of a network (those at `paths`), and the shapes of their outputs, in order."""
+    net, watch = _watched(model, run_plainly, inputs)
+    ends = watch.stage_ends() if paths is None else paths
+    outs = [watch.returned.get(id(net.get_submodule(path)), []) for path in ends]
+    return [(path, [tuple(out.shape) for out in out]) for path, out in zip(ends, outs, strict=True)]
+
+
+def run_plainly(net: nn.Module, batch: Tensor) -> Any:
+    """Run a model that takes nothing but the batch."""
+    return net(batch)
+
+
+def _watched(
+    model: nn.Module, run: Any, batch: Tensor, prepare: Callable[[nn.Module], None] = lambda net: None
+) -> tuple[nn.Module, _Watch]:
+    """A copy of a model that was run on a batch, and the calls of its modules."""
     copies: list[nn.Module] = []
     Twin(model).renew(copies.append)
+    prepare(copies[0])
     watch = _Watch(copies[0])
     with torch.inference_mode(False), torch.no_grad(), watch:
-        copies[0](inputs)
-    ends = watch.stage_ends() if paths is None else paths
-    outs = [watch.returned.get(id(copies[0].get_submodule(path)), []) for path in ends]
-    return [(path, [tuple(out.shape) for out in out]) for path, out in zip(ends, outs, strict=True)]
+        run(copies[0], batch)
+    return copies[0], watch
 
 
 def map_size(shape: Sequence[int]) -> tuple[int, ...]:
@@ -382,9 +423,9 @@ def _order(discovery: Discovery, embed: Callable[[Tensor], Tensor], blank: Tenso
     grid, stem = discovery.grid(0, sum(discovery.constant)), discovery.stem
     if stem is None or grid[-len(stem.grid) :] != stem.grid or len(discovery.shapes[0]) != 3:
         return None
-    geometry = discovery.geometry(tuple(blank.shape[dim + 1] for dim in discovery.dims))
+    geometry = discovery.geometry
     owner = torch.zeros([1] * blank.ndim, dtype=torch.long)
-    for axis, dim in enumerate(discovery.dims):
+    for axis, dim in enumerate(discovery.inputs.dims):
         alone = _owners(geometry, axis, grid[axis])
         shape = [1] * blank.ndim
         shape[dim + 1] = len(alone)

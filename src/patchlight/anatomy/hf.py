@@ -20,16 +20,15 @@ from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Ends, Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
-from patchlight.anatomy.discovery import Convolution, Discovery
+from patchlight.anatomy.discovery import Discovery, Inputs, find_blocks
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
-from patchlight.anatomy.locating import find_blocks, locate_tokens
+from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import find, named_parts
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
 from patchlight.core.images import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from patchlight.core.layout import IMAGE_AXES
 
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -77,19 +76,6 @@ _MAPS = ("Dinat", "FocalNet", "Levit", "MobileViT", "Perceiver", "PoolFormer", "
 _CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier")
 _CORNERS: tuple[Literal["down", "inward", "nearest"], ...] = ("down", "inward", "nearest")
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
-
-
-class Inputs(NamedTuple):
-    """What a model takes: the shape of one input, its size along each axis of the grid, and where these axes are.
-
-    `patches` is how images are cut into patches, if this is not done by a convolution of the model.
-    """
-
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    dims: tuple[int, ...] = (1, 2)
-    axes: tuple[str, ...] = IMAGE_AXES
-    patches: Convolution | None = None
 
 
 def model_facts(
@@ -145,17 +131,14 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         known = self.known.get(type(model).__name__, self.published)
         facts = model_facts(model, known, self.classifies, name=name, labels=labels, processor=processor, **facts)
         inputs = self.inputs(model.config, facts)
-        discovery = find_blocks(
-            model, self.forward_of, inputs.shape, facts["name"], self.prepare, inputs.dims, inputs.patches
-        )
+        discovery = find_blocks(model, self.forward_of, inputs, facts["name"], self.prepare)
         self.head_paths = [path for path in _CLASSIFIERS if find(model, path) is not None] if self.classifies else []
-        facts |= locate_tokens(self.seen_blocks(discovery, model), inputs.size, stage, facts["name"])
-        super().__init__(model, axes=inputs.axes, input_shape=inputs.shape, **facts)
+        facts |= locate_tokens(self.seen_blocks(discovery, model), stage, facts["name"])
+        super().__init__(model, **facts)
 
     def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
         """What the model takes."""
-        size = facts["preprocess"].size
-        return Inputs((facts["channels"], *size), size)
+        return Inputs((facts["channels"], *facts["preprocess"].size))
 
     def seen_blocks(self, discovery: Discovery, model: Any) -> Discovery:
         """The blocks at which the model is opened, of those that its forward shows."""
@@ -213,9 +196,8 @@ class VideoAnatomy(HuggingFaceAnatomy):
 
     def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
         frames = int(getattr(config, "num_frames", 0) or config.frames_per_clip)
-        size = facts["preprocess"].size
-        shape = (frames, facts["channels"], *size)
-        return Inputs(shape, (frames, *size), (0, 2, 3), ("time", "row", "column"))
+        shape = (frames, facts["channels"], *facts["preprocess"].size)
+        return Inputs(shape, (0, 2, 3), ("time", "row", "column"))
 
     def dropping(self, positions: Tensor) -> dict[str, Tensor]:
         """V-JEPA numbers its positions by the cells that it is given."""
@@ -235,8 +217,7 @@ class SoundAnatomy(HuggingFaceAnatomy):
     """A spectrogram transformer: inputs [B,time,frequency] on a grid of frequency and time, whose cells overlap."""
 
     def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
-        shape = int(config.max_length), int(config.num_mel_bins)
-        return Inputs(shape, shape[::-1], (1, 0), ("frequency", "time"))
+        return Inputs((int(config.max_length), int(config.num_mel_bins)), (1, 0), ("frequency", "time"))
 
 
 @register_family("transformers", package="transformers")

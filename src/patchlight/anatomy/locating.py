@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 
-from patchlight.anatomy.discovery import Convolution, Discovery, discover
-from patchlight.anatomy.probe import refused_input
+from patchlight.anatomy.discovery import Discovery
 from patchlight.anatomy.windows import Merging
-from patchlight.core.errors import PatchlightError, Unsupported
+from patchlight.core.errors import PatchlightError
 
 
 @dataclass(frozen=True)
@@ -53,45 +51,22 @@ class Stages:
         return Merging(fine, coarse, kernel, stride, padding)
 
 
-def find_blocks(
-    model: nn.Module,
-    run: Callable[[nn.Module, Tensor], Any],
-    shape: tuple[int, ...],
-    name: str,
-    prepare: Callable[[nn.Module], None] = lambda net: None,
-    dims: Sequence[int] = (1, 2),
-    patches: Convolution | None = None,
-) -> Discovery:
-    """The blocks of a model, found by running it on two random inputs of this shape."""
-    like = next(p for p in model.parameters() if p.is_floating_point())
-    inputs = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(like)
-    try:
-        discovery = discover(model, run, inputs, prepare, dims, patches)
-    except PatchlightError as error:
-        raise PatchlightError(f"{name} cannot be opened: {error}") from error
-    except Exception as error:
-        raise refused_input(name, (1, *shape), error) from error
-    if discovery is None:
-        raise Unsupported(f"{name} cannot be opened: it is a convolutional network, and has no attention")
-    return discovery
-
-
-def locate_tokens(discovery: Discovery, size: tuple[int, ...], stage: int, name: str) -> dict[str, Any]:
+def locate_tokens(discovery: Discovery, stage: int, name: str) -> dict[str, Any]:
     """Where the tokens of a model are, as keywords of `CrossedAnatomy`.
 
     Args:
-        found: What its forward shows.
-        size: The size of its input along each axis of the grid.
+        discovery: What its forward shows.
         stage: The stage at which a hierarchical model is opened.
         name: The name of the model in errors.
     """
     counts = [discovery.tokens(index) for index in range(len(discovery.blocks) + 1)]
     facts: dict[str, Any] = {"heads": discovery.heads, "pools": discovery.pools, "attentions": discovery.attentions}
+    facts |= {"axes": discovery.inputs.axes, "input_shape": discovery.inputs.shape}
     if len(set(counts)) == 1:
         (prefix, suffix), grid = discovery.constant, discovery.grid(0, sum(discovery.constant))
         facts |= {"paths": discovery.blocks, "prefix": prefix, "suffix": suffix, "order": discovery.order}
         facts |= {"windows": discovery.windows}
-        return {**facts, "grid": grid, "geometry": discovery.geometry(size)}
+        return {**facts, "grid": grid, "geometry": discovery.geometry}
     begins = [0, *(i for i in range(1, len(discovery.blocks)) if counts[i] != counts[i - 1])]
     if not -len(begins) <= stage < len(begins):
         raise PatchlightError(f"stage {stage} does not exist; {name} has stages 0 to {len(begins) - 1}")
@@ -110,14 +85,14 @@ def locate_tokens(discovery: Discovery, size: tuple[int, ...], stage: int, name:
     return {
         **facts,
         "grid": grids[0],
-        "extent": _covered(discovery, grids[0], size),
+        "extent": _covered(discovery, grids[0]),
         "order": _coarser(discovery, grids[0]),
     }
 
 
-def _covered(discovery: Discovery, grid: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
+def _covered(discovery: Discovery, grid: tuple[int, ...]) -> tuple[int, ...]:
     """The part of the input that a grid of merged patches covers: more than its size where patches were padded."""
-    stem = discovery.stem
+    stem, size = discovery.stem, discovery.inputs.size
     if stem is None:
         return size
     steps = range(1, max(stem.grid) + 1)

@@ -9,8 +9,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from patchlight.anatomy.discovery import Convolution
-from patchlight.anatomy.hf import SIGLIP, HuggingFaceAnatomy, Inputs, assume_preprocess
+from patchlight.anatomy.discovery import Convolution, Inputs
+from patchlight.anatomy.hf import SIGLIP, HuggingFaceAnatomy, assume_preprocess
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import PICTURES, image_list, open_image
 from patchlight.core.layout import Geometry
@@ -42,7 +42,7 @@ class NaFlexAnatomy(HuggingFaceAnatomy):
     def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
         inputs, side = super().inputs(config, facts), (self.patch,) * 2
         rows, columns = (length // self.patch for length in inputs.size)
-        return inputs._replace(patches=Convolution("", (rows, columns), side, side, (0, 0)))
+        return replace(inputs, patches=Convolution("", (rows, columns), side, side, (0, 0)))
 
     def forward_of(self, net: Any, images: Tensor) -> Any:
         patches = images.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch)).permute(0, 2, 4, 3, 5, 1)

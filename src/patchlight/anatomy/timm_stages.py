@@ -10,9 +10,10 @@ import torch
 
 from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
+from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
-from patchlight.anatomy.locating import find_blocks, locate_tokens
+from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.names import STAGED, known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import named_parts
@@ -29,11 +30,11 @@ class TimmStagesAnatomy(CrossedAnatomy):
     library = "timm"
 
     def __init__(self, model: Any, stage: int, module: str, **facts: Any) -> None:
-        size, name = facts["preprocess"].size, facts["name"]
-        found = find_blocks(model, lambda net, images: net(images), (facts["channels"], *size), name)
+        inputs, name = Inputs((facts["channels"], *facts["preprocess"].size)), facts["name"]
+        located = locate_tokens(find_blocks(model, run_plainly, inputs, name), stage, name)
         self.head_paths = ["head.fc" if hasattr(model.head, "fc") else "head"] if facts["classes"] else []
         self._module = module
-        super().__init__(model, **{**locate_tokens(found, size, stage, name), **facts})
+        super().__init__(model, **{**located, **facts})
 
     def parts(self, index: int) -> Parts:
         if self._module == "swin_transformer_v2":
