@@ -11,7 +11,6 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.heads import Question
-from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.core.errors import PatchlightError
 
@@ -51,7 +50,7 @@ def detector() -> pl.Anatomy:
             parameter.add_(0.1 * torch.randn_like(parameter))
     found = find_blocks(model, run_plainly, Inputs((3, 64, 96)), "yolos")
     about = {"name": "yolos", "preprocess": pl.Preprocess((64, 96))}
-    vit = _Detector(model, **about, **locate_tokens(found, 0, "yolos"))
+    vit = _Detector(model, **about, **found.located(0))
     vit.check()
     return vit
 

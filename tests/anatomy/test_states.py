@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.discovery import Inputs, find_blocks
 from patchlight.anatomy.heads import Question
-from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.tasks import TaskAnatomy
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.evidence.passes import run_pass
@@ -80,7 +79,7 @@ def _opened(model: nn.Module, backbone: str) -> pl.Anatomy:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     found = find_blocks(model, lambda net, images: net.get_submodule(backbone)(images), Inputs((3, 64, 64)), "map")
-    vit = _Map(model, name="map", preprocess=pl.Preprocess((64, 64)), **locate_tokens(found, 0, "map"))
+    vit = _Map(model, name="map", preprocess=pl.Preprocess((64, 64)), **found.located(0))
     vit.check()
     return vit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -55,10 +56,8 @@ class DescribedAnatomy(Anatomy):
         return self.functions[0](images)
 
     def block(self, index: int, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        from patchlight.anatomy.hf import required_after_first
-
         block = self.blocks[index]
-        out: Any = block(tokens, **dict.fromkeys(required_after_first(type(block))))
+        out: Any = block(tokens, **dict.fromkeys(_required_after_first(type(block))))
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -96,3 +95,12 @@ class DescribedAnatomy(Anatomy):
 
 def _inner(function: Any) -> Any:
     return _inner(function.func) if isinstance(function, partial) else function
+
+
+def _required_after_first(cls: type[nn.Module]) -> list[str]:
+    """Required parameters of a transformers block after its tokens, such as an attention mask; None is passed."""
+    if not any(c.__module__.startswith("transformers.") for c in cls.__mro__):
+        return []
+    parameters = list(inspect.signature(cls.forward).parameters.values())[2:]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in kinds]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from patchlight.anatomy.contract import Parts, Pooling, States
-from patchlight.anatomy.discovery import joined, map_tensors, parted, tensors_in
+from patchlight.anatomy.discovery import Stages, joined, map_tensors, parted, tensors_in
 from patchlight.anatomy.intercepting import (
     BlockCall,
     Entered,
@@ -32,7 +32,6 @@ from patchlight.anatomy.intercepting import (
     make_skippable,
     part_blocks,
 )
-from patchlight.anatomy.locating import Stages
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.probe import BY_HAND, alike, distance, quantised_layer, random_image, refused_input
 from patchlight.anatomy.watching import AttentionTap, Unseen, watch_reach

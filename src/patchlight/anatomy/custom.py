@@ -13,7 +13,6 @@ from patchlight.anatomy.contract import Parts
 from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.families import read_anatomy
-from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.names import known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import parts_of_timm
@@ -189,7 +188,7 @@ def _discovered(model: nn.Module, overrides: dict[str, Any], kind: str) -> Anato
             f"{kind} ends in a Tanh, so its outputs are values from -1 to 1, not logits; set regression=True or "
             "remove the Tanh"
         )
-    located = locate_tokens(find_blocks(model, run_plainly, inputs, kind), overrides.get("stage", -2), kind)
+    located = find_blocks(model, run_plainly, inputs, kind).located(overrides.get("stage", -2))
     return CustomAnatomy(model, output=overrides.get("output"), name=kind, **{**located, **facts})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchlight.anatomy.probe import refused_input
 from patchlight.anatomy.twin import Twin
+from patchlight.anatomy.windows import Merging
 from patchlight.core.errors import PatchlightError, Unsupported
 from patchlight.core.layout import IMAGE_AXES, Geometry
 
@@ -54,10 +55,48 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """The blocks of a hierarchical model, from the stage that it is opened at.
+
+    Args:
+        grids: The grid of each block, and of the output of the last.
+        tokens: The number of its tokens, and of the output of the last.
+        left: The number of tokens that leave each block.
+        convolutions: Kernel, stride and padding of the convolution that merges patches before a block, by its number.
+    """
+
+    grids: Sequence[tuple[int, ...]]
+    tokens: Sequence[int]
+    left: Sequence[int]
+    convolutions: Mapping[int, tuple[int, int, int]]
+
+    @property
+    def end(self) -> int:
+        """Number of blocks of the first stage, which leave as many tokens as enter it."""
+        return next((i for i, count in enumerate(self.left) if count != self.tokens[0]), len(self.left))
+
+    @property
+    def late(self) -> bool:
+        """Whether a token joins the patches in a later stage."""
+        return any(count != grid[0] * grid[1] for grid, count in zip(self.grids, self.tokens, strict=True))
+
+    def merging(self, index: int) -> Merging | None:
+        """How patches are merged before a block."""
+        (rows, columns), coarse = self.grids[index - 1], cast(tuple[int, int], self.grids[index])
+        fine = rows, columns
+        if fine == coarse:
+            return None
+        step = fine[0] // coarse[0]
+        kernel, stride, padding = self.convolutions.get(index, (step, step, 0))
+        return Merging(fine, coarse, kernel, stride, padding)
+
+
+@dataclass(frozen=True)
 class Discovery:
     """What one run of a forward shows.
 
     Args:
+        name: The name of the model in errors.
         blocks: Paths of the blocks, in the order in which they are called.
         attentions: The part of each block that contains its attention.
         shapes: The shape of the tokens that enter each block, for one input.
@@ -71,6 +110,7 @@ class Discovery:
         windows: In how many windows of the batch axis the blocks take the tokens of one input.
     """
 
+    name: str
     blocks: list[str]
     attentions: list[str]
     shapes: list[tuple[int, ...]]
@@ -123,6 +163,54 @@ class Discovery:
                 return coarse
         raise PatchlightError(f"{count} tokens are not a grid over the {fine[0]} x {fine[-1]} patches of the image")
 
+    def located(self, stage: int) -> dict[str, Any]:
+        """Where the tokens of the model are, as keywords of `CrossedAnatomy`.
+
+        Args:
+            stage: The stage at which a hierarchical model is opened.
+        """
+        counts = [self.tokens(index) for index in range(len(self.blocks) + 1)]
+        facts: dict[str, Any] = {"heads": self.heads, "pools": self.pools, "attentions": self.attentions}
+        facts |= {"axes": self.inputs.axes, "input_shape": self.inputs.shape}
+        if len(set(counts)) == 1:
+            (prefix, suffix), grid = self.constant, self.grid(0, sum(self.constant))
+            facts |= {"paths": self.blocks, "prefix": prefix, "suffix": suffix, "order": self.order}
+            return facts | {"windows": self.windows, "grid": grid, "geometry": self.geometry}
+        begins = [0, *(i for i in range(1, len(self.blocks)) if counts[i] != counts[i - 1])]
+        if not -len(begins) <= stage < len(begins):
+            raise PatchlightError(f"stage {stage} does not exist; {self.name} has stages 0 to {len(begins) - 1}")
+        first = begins[stage]
+        grids = [self.grid(index) for index in range(first, len(counts))]
+        left = [math.prod(shape[1:-1]) for shape in self.ends]
+        merges = {i - first: c[0] for i, c in self.convolutions.items() if i > first}
+        merging = {i: (c.kernel[0], c.stride[0], c.padding[0]) for i, c in merges.items()}
+        facts |= {
+            "attentions": self.attentions[first:],
+            "paths": self.blocks[first:],
+            "stages": Stages(grids, counts[first:], left[first:], merging),
+            "prefix": 0,
+            "stage": stage % len(begins),
+        }
+        return facts | {"grid": grids[0], "extent": self._covered(grids[0]), "order": self._coarser(grids[0])}
+
+    def _covered(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """The part of the input that a grid of merged patches covers: more than its size where patches were padded."""
+        stem, size = self.stem, self.inputs.size
+        if stem is None:
+            return size
+        steps = range(1, max(stem.grid) + 1)
+        step = next((n for n in steps if tuple(-(-side // n) for side in stem.grid) == grid), 0)
+        covered = tuple(cells * step * pixels for cells, pixels in zip(grid, stem.stride, strict=True))
+        return covered if step else size
+
+    def _coarser(self, grid: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The order of the cells of a coarser grid: a model that pools tokens in place keeps the order of the first."""
+        if self.order is None or self.stem is None or self.order == tuple(range(len(self.order))):
+            return None
+        fine = torch.tensor(self.order).view(self.stem.grid)
+        step = self.stem.grid[0] // grid[0]
+        return tuple((fine[::step, ::step].flatten() % math.prod(grid)).tolist())
+
 
 def find_blocks(
     model: nn.Module,
@@ -143,7 +231,7 @@ def find_blocks(
     like = next(p for p in model.parameters() if p.is_floating_point())
     batch = torch.randn(2, *inputs.shape, generator=torch.Generator().manual_seed(0)).to(like)
     try:
-        discovery = _discover(model, run, batch, inputs, prepare)
+        discovery = _discover(model, run, batch, inputs, name, prepare)
     except PatchlightError as error:
         raise PatchlightError(f"{name} cannot be opened: {error}") from error
     except Exception as error:
@@ -153,7 +241,7 @@ def find_blocks(
     return discovery
 
 
-def _discover(model: nn.Module, run: Any, batch: Tensor, inputs: Inputs, prepare: Any) -> Discovery | None:
+def _discover(model: nn.Module, run: Any, batch: Tensor, inputs: Inputs, name: str, prepare: Any) -> Discovery | None:
     """What a run on a batch of two shows; None where there is no attention between tokens."""
     net, watch = _watched(model, run, batch, prepare)
     chosen = watch.chosen()
@@ -167,6 +255,7 @@ def _discover(model: nn.Module, run: Any, batch: Tensor, inputs: Inputs, prepare
         return joined(tokens, windows, constant[0])
 
     discovery = Discovery(
+        name,
         [watch.paths[id(module)] for module in chosen],
         [watch.part_with_attention(module) for module in chosen],
         [(1, *per_input(watch.entries[id(module)]).shape[1:]) for module in chosen],

@@ -6,7 +6,6 @@ between 4.x and 5.x, so parts are found by any of their names rather than by one
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from patchlight.anatomy.discovery import Discovery, Inputs, find_blocks
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
 from patchlight.anatomy.hub import cached
-from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import find, named_parts
 from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupported, first_line, warn
@@ -133,7 +131,7 @@ class HuggingFaceAnatomy(CrossedAnatomy):
         inputs = self.inputs(model.config, facts)
         discovery = find_blocks(model, self.forward_of, inputs, facts["name"], self.prepare)
         self.head_paths = [path for path in _CLASSIFIERS if find(model, path) is not None] if self.classifies else []
-        facts |= locate_tokens(self.seen_blocks(discovery, model), stage, facts["name"])
+        facts |= self.seen_blocks(discovery, model).located(stage)
         super().__init__(model, **facts)
 
     def inputs(self, config: Any, facts: Mapping[str, Any]) -> Inputs:
@@ -259,11 +257,6 @@ def check_kind(kind: str, name: str) -> None:
         raise Unsupported(f"{name} cannot be opened: {reason}")
 
 
-def supported() -> list[str]:
-    """The transformers classes that are read."""
-    return sorted(_PUBLISHED)
-
-
 def check_complete(info: Mapping[str, Any], kind: str, name: str) -> None:
     """Refuse a model with weights missing from its checkpoint, according to transformers' loading report."""
     other = sorted(info.get("mismatched_keys", ()), key=str)
@@ -320,15 +313,6 @@ def read_processor(name: str, where: Mapping[str, Any]) -> Any:
 
 def _pair(size: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, Sequence) else (int(size), int(size))
-
-
-def required_after_first(cls: type[nn.Module]) -> list[str]:
-    """Required parameters of a transformers block after its tokens, such as an attention mask; None is passed."""
-    if not any(c.__module__.startswith("transformers.") for c in cls.__mro__):
-        return []
-    parameters = list(inspect.signature(cls.forward).parameters.values())[2:]
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in kinds]
 
 
 def _times(size: tuple[int, int]) -> str:

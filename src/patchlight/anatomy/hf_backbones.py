@@ -29,7 +29,6 @@ from patchlight.anatomy.hf import (
     check_kind,
     read_processor,
 )
-from patchlight.anatomy.hf import supported as classifiers
 from patchlight.anatomy.hub import cached, not_cached, unreachable
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.prompts import ANSWERING
@@ -227,7 +226,7 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     classifies = weights is not None and "classifier.weight" in weights
     others = ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
     kind = PRETRAINED.get(saved, saved)
-    if saved in ANSWERING or saved in classifiers() or saved.endswith(others) or segments(kind):
+    if saved in ANSWERING or saved.endswith(others) or segments(kind):
         return kind, {}
     if classifies or kind not in supported():
         return "", {}

@@ -13,7 +13,6 @@ from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.families import register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
-from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.names import STAGED, known_as, why_not
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import named_parts
@@ -30,8 +29,8 @@ class TimmStagesAnatomy(CrossedAnatomy):
     library = "timm"
 
     def __init__(self, model: Any, stage: int, module: str, **facts: Any) -> None:
-        inputs, name = Inputs((facts["channels"], *facts["preprocess"].size)), facts["name"]
-        located = locate_tokens(find_blocks(model, run_plainly, inputs, name), stage, name)
+        inputs = Inputs((facts["channels"], *facts["preprocess"].size))
+        located = find_blocks(model, run_plainly, inputs, facts["name"]).located(stage)
         self.head_paths = ["head.fc" if hasattr(model.head, "fc") else "head"] if facts["classes"] else []
         self._module = module
         super().__init__(model, **{**located, **facts})

@@ -12,7 +12,6 @@ from patchlight.anatomy.crossing import CrossedAnatomy
 from patchlight.anatomy.discovery import Inputs, find_blocks, run_plainly
 from patchlight.anatomy.families import LoadRequest, register_family
 from patchlight.anatomy.feature_maps import FeatureMapAnatomy, read_feature_map
-from patchlight.anatomy.locating import locate_tokens
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.parts import find, named_parts
 from patchlight.anatomy.timm import imagenet_labels
@@ -30,9 +29,9 @@ class TorchvisionAnatomy(CrossedAnatomy):
     ) -> None:
         name = name or type(model).__name__
         facts = _model_facts(model, name, labels, facts)
-        discovery = find_blocks(model, run_plainly, Inputs((3, *facts["preprocess"].size)), name)
+        located = find_blocks(model, run_plainly, Inputs((3, *facts["preprocess"].size)), name).located(stage)
         self.head_paths = [path for path in ("heads", "head") if hasattr(model, path)]
-        super().__init__(model, **{**locate_tokens(discovery, stage, name), **facts})
+        super().__init__(model, **{**located, **facts})
 
     def projection(self) -> nn.Module | None:
         return cast("nn.Module | None", getattr(self.net, "conv_proj", None))
