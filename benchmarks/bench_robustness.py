@@ -14,6 +14,7 @@ import patchlight as pl
 from benchmarks.common import device, medians, record
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
+from patchlight.methods.requests import resolve
 from patchlight.metrics.base import MapFunction
 from patchlight.metrics.robustness import draws
 from patchlight.study.sources import map_function
@@ -71,7 +72,7 @@ def main() -> None:
     torch.nn.init.trunc_normal_(plain.head.weight, std=0.05)
     vit = pl.wrap(plain, name="vit_tiny")
     images = torch.randn(IMAGES, 3, 224, 224, device=device())
-    genatt, ixg = map_function("genatt"), map_function("ixg", {"level": "pixel"})
+    genatt, ixg = map_function(resolve("genatt")), map_function(resolve("ixg", {"level": "pixel"}))
     rows = []
     for name, method, theirs in (
         ("genatt in both", genatt, as_captum_asks(vit, genatt)),

@@ -14,6 +14,7 @@ import patchlight as pl
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.targets import Targets
+from patchlight.methods.requests import resolve
 from patchlight.metrics.robustness import draws
 from patchlight.study.sources import map_function
 from tests.families import images, shared
@@ -57,7 +58,7 @@ def test_it_is_captums_value() -> None:
     captum = pytest.importorskip("captum.metrics")
     vit = shared("vit")
     x = images(vit, 3)
-    genatt = map_function("genatt")
+    genatt = map_function(resolve("genatt"))
 
     def explain(given: Any) -> tuple[Tensor]:
         given = given[0] if isinstance(given, tuple) else given

@@ -17,6 +17,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.statistics import average_ranks
 from patchlight.core.targets import Targets
+from patchlight.methods.requests import resolve
 from patchlight.metrics.sanity import hog, random_parameters, spearman, ssim, stages, twin, value_entropy
 from patchlight.study.sources import map_function
 from tests.close import within
@@ -129,7 +130,7 @@ def test_stages_are_those_of_a_literal_cascade() -> None:
     vit = build("vit")
     x = images(vit, 2)
     target = Targets(torch.full((2, 1), 2))
-    genatt = map_function("genatt")
+    genatt = map_function(resolve("genatt"))
     drawn, parts, own = random_parameters(vit.model, 3), stages(twin(vit)), copy.deepcopy(vit.model.state_dict())
     found = {order: measured("genatt", order=order, seed=3).curve for order in ("cascading", "independent")}
     clean = genatt(vit, x, target, 3).flatten(1)

@@ -37,10 +37,10 @@ def test_equal_scores_are_no_evidence_and_equal_differences_as_much_as_coins() -
 
 def test_images_needed_are_those_at_which_t_passes() -> None:
     pair = Pair(16, 0.05, 0.1 / math.sqrt(16), 0.1)
-    n = pair.needed(0.001)
+    n = pair.images_needed(0.001)
     assert 0.05 * math.sqrt(n) / 0.1 > stats.t.isf(0.001, n - 1)
     assert 0.05 * math.sqrt(n * 0.9) / 0.1 < stats.t.isf(0.001, n * 0.9 - 1)
-    assert Pair(16, 0.0, 0.1, 0.5).needed(0.001) == math.inf
+    assert Pair(16, 0.0, 0.1, 0.5).images_needed(0.001) == math.inf
 
 
 def race(scores: dict[str, list[float]], images: int = 64, worth: float = 0.01) -> Race:

@@ -26,7 +26,7 @@ from patchlight.study.cost import forward_seconds
 from patchlight.study.recommend import work
 from patchlight.study.recommend.decide import decide
 from patchlight.study.recommend.gallery import Gallery
-from patchlight.study.recommend.panel import choose_methods, method_spec, sampled
+from patchlight.study.recommend.panel import choose_methods, fit_samples, method_spec
 from patchlight.study.recommend.run import seconds_of
 from patchlight.study.recommend.work import RaceWorker
 from patchlight.study.sources import BatchMaps
@@ -57,12 +57,12 @@ def asked(**options: Any) -> pl.Verdict:
 
 def changed_maps(monkeypatch: pytest.MonkeyPatch, change: Callable[[str, BatchMaps], BatchMaps]) -> None:
     """Have maps changed by a function of the method's name, which may raise."""
-    real = sources.computed_maps
+    real = sources.compute_maps
 
     def computed(vit: Anatomy, batch: Tensor, requests: Any, *rest: Any) -> list[BatchMaps]:
         return [change(requests[0].name, maps) for maps in real(vit, batch, requests, *rest)]
 
-    monkeypatch.setattr(work, "computed_maps", computed)
+    monkeypatch.setattr(work, "compute_maps", computed)
 
 
 def ticking(monkeypatch: pytest.MonkeyPatch, step: float = 0.05) -> None:
@@ -257,11 +257,11 @@ def test_no_more_images_are_read_than_are_looked_at(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Gallery, "source", source)
     gallery = Gallery(tiny(), tmp_path, 0)
-    assert gallery.planned(600) == list(range(600))
+    assert gallery.first_without_reading(600) == list(range(600))
     assert not read
     sound = gallery.first(600)
     assert len(sound) == 599 == len(gallery)
-    assert gallery.first(600) == gallery.planned(600) == sound
+    assert gallery.first(600) == gallery.first_without_reading(600) == sound
     assert read == list(range(600))
     assert [Path(name).name for name in gallery.failed] == ["300.png"]
     read.clear()
@@ -389,13 +389,13 @@ def test_the_panel_has_what_works_and_sampling_methods_fit_the_time() -> None:
     assert "it needs gates" in refused["diffmask"]
     assert list(choose_methods(["auto", "genatt"], tiny())[0]) == ["random", "fullgrad-plus.libra", "genatt"]
     tis = resolve("tis")
-    fewer = sampled(tis, 0.01, 1.0)
+    fewer = fit_samples(tis, 0.01, 1.0)
     assert not isinstance(fewer, str)
     assert fewer.label == "tis(samples=128)"
     assert method_spec(fewer) == {"method": "tis", "samples": 128}
-    assert sampled(tis, 0.01, 100.0) is tis
-    assert "even with only 64 samples" in str(sampled(tis, 0.01, 0.1))
-    assert sampled(resolve("genatt"), 1.0, 0.0).label == "genatt"  # type: ignore[union-attr]
+    assert fit_samples(tis, 0.01, 100.0) is tis
+    assert "even with only 64 samples" in str(fit_samples(tis, 0.01, 0.1))
+    assert fit_samples(resolve("genatt"), 1.0, 0.0).label == "genatt"  # type: ignore[union-attr]
 
 
 def test_a_folder_of_photographs() -> None:

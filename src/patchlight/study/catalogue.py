@@ -26,19 +26,16 @@ RECOMMENDED = {
 
 def method_rows(vit: Anatomy | None = None) -> list[dict[str, Any]]:
     """The rows of `list_methods` with descriptions, presets, and the compositions and rules that may follow a name."""
-    rows = []
+    rows, omitted = [], ("supported", "reason") if vit is None else ()
     for info in list_methods(vit):
         method = METHODS[info.name]
-        row = {key: value for key, value in asdict(info).items() if vit is not None or key not in _OF_A_MODEL}
+        row = {key: value for key, value in asdict(info).items() if key not in omitted}
         row |= {"score": method.score, "presets": list(method.presets), "text": method.text}
         rules = [rule for rule in RULES if rule != "plain"]
         row["compositions"] = [word for word in COMPOSITIONS if _may_follow(info.name, word)]
         row["rules"] = [word for word in rules if _may_follow(info.name, word)]
         rows.append(row)
     return sorted(rows, key=lambda row: list(GROUPS).index(row["group"]))
-
-
-_OF_A_MODEL = ("supported", "reason")
 
 
 def _may_follow(name: str, word: str) -> bool:

@@ -73,8 +73,8 @@ def compare(
 ) -> Comparison:
     """Explain images with every method, measure the maps with every metric, and show both in one table and one figure.
 
-    Images are worked on batch by batch, and only a number per image is kept, so a stream may have any length. A
-    comparison that will take more than a minute starts with a warning and an estimate.
+    Images are processed in batches, and only a number per image is kept, so a stream may have any length. A comparison
+    that will take more than a minute starts with a warning and an estimate.
 
     Args:
         vit: The model.
@@ -134,8 +134,8 @@ class _FirstMaps:
         self.photos.see(batch[room])
         self.hashes.extend(hash_images(batch[room]))
         self.targets.append(targets[room])
-        for label, own in maps.items():
-            self.scores.setdefault(label, []).append(own[room].detach().float().cpu())
+        for label, scores in maps.items():
+            self.scores.setdefault(label, []).append(scores[room].detach().float().cpu())
 
     def maps(self, requests: Sequence[Request], seed: int) -> Attributions:
         if not self.targets:
@@ -257,7 +257,7 @@ class Comparison:
         return table + (figure_html(self.figure(), "maps of the first images by method") if self.maps else "")
 
     def _name(self, method: str) -> str:
-        """A method as tables name it, with what "auto" or "best" chose."""
+        """The name of a method in tables, including the method that "auto" or "best" stands for."""
         title = map_title(method, self.maps[method]) if method in self.maps else method
         return f"{title} (ignores the class)" if method in self.ignores_class else title
 

@@ -27,7 +27,7 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
     base, settings = request.name.split(".")[0], request.settings
     samples = float(settings.get("samples", settings.get("steps", 1)))
     patches = 196 if vit is None else vit.cells
-    known = {
+    forwards = {
         **dict.fromkeys(("tis", "posterior", "kernel-shap"), 4 + samples / 2),
         **dict.fromkeys(("rise", "lime", "hsic"), samples),
         **dict.fromkeys(("ig", "smoothgrad", "dave"), 3 * samples),
@@ -35,21 +35,15 @@ def explain_forwards(request: Request, vit: Anatomy | None = None) -> float:
         **{"bt-h": 2 * samples, "bt-t": 2 * samples, "tam": 2 * samples, "score-cam": 400.0, "vit-cx": 200.0},
         **{"search": 4 + samples / 2 + _search_forwards(settings, patches), "random": 0.05},
         **{"mda": 500 + float(settings.get("candidates") or 28) * patches / float(settings.get("side", 1)) ** 2},
-        **{
-            "decompx-bias": float(patches),
-            "alti": 20.0,
-            "globenc": 12.0,
-            "lrp": 12.0,
-            "transatt": 12.0,
-            "gradcam-aug": 20.0,
-        },
+        **{"decompx-bias": float(patches), **dict.fromkeys(("alti", "gradcam-aug"), 20.0)},
+        **dict.fromkeys(("globenc", "lrp", "transatt"), 12.0),
     }
-    kind = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
-    return known.get(base, kind)
+    usual = 4.0 if isinstance(request.method, LayerMap) else 100.0 if isinstance(request.method, Ablates) else 10.0
+    return forwards.get(base, usual)
 
 
 def _search_forwards(settings: Settings, patches: int) -> float:
-    """About how many whole forward passes a search takes; a set and its complement have the tokens of one."""
+    """About how many forward passes a search takes; a set and its complement together have the tokens of one."""
     regions = patches / float(settings.get("side", 1)) ** 2
     each = {"lazy": 3.0, "greedy": regions / 2, "phasewin": regions / 3}
     forwards = each.get(settings.get("schedule", "guided"), float(settings.get("candidates") or 0)) * regions

@@ -1,6 +1,6 @@
 """The counting task: train a ViT that counts red patches, train DiffMask on it, and score all methods.
 
-The red patches alone determine the count, and so do the others: a faithful mask is one of these two sets.
+The red patches alone determine the count, and so do the patches that are not red: a faithful mask is one of these sets.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def train_counter(
     images, labels = grids.images.to(device), grids.labels.to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = untrained_counter(size)
+        model = build_counter(size)
     model.to(device).train()
     optimiser = torch.optim.AdamW(model.parameters(), size.rate, weight_decay=1e-2)
     generator = torch.Generator().manual_seed(seed)
@@ -119,8 +119,8 @@ def train_counter(
     raise PatchlightError(f"the accuracy of the ViT is {accuracy:.1%} after {size.vit_steps} steps; try another seed")
 
 
-def untrained_counter(size: CountingSize) -> nn.Module:
-    """A ViT of this size with random weights."""
+def build_counter(size: CountingSize) -> nn.Module:
+    """Build a ViT of this size with random weights."""
     from timm.models.vision_transformer import VisionTransformer
 
     shape: dict[str, Any] = {"embed_dim": size.width, "depth": size.depth, "num_heads": size.heads}
@@ -135,7 +135,7 @@ def read_task(folder: str | Path, size: CountingSize = SIZES["small"]) -> tuple[
     weights = Path(folder) / "vit.safetensors"
     if not weights.is_file():
         raise PatchlightError(f"'{folder}' has no counting task; create one with `patchlight diffmask counting --out`")
-    model = untrained_counter(size)
+    model = build_counter(size)
     model.load_state_dict(load_file(weights))
     vit = counter(model.eval().requires_grad_(False))
     return vit, load(Path(folder) / "diffmask", vit)
@@ -227,16 +227,10 @@ def run(
     report: Callable[[str], None] = lambda words: None,
     callback: Callback | None = None,
 ) -> tuple[list[Exactness], DiffMask]:
-    """Train the ViT and DiffMask, and score all methods on held-out grids.
+    """Train the ViT and DiffMask, score all methods on held-out grids, and write everything to the folder `out`.
 
-    Args:
-        out: The folder for the ViT, the explainer and the table.
-        task: The settings; by default `CountingTask()`.
-        report: Called with a line about each stage.
-        callback: Called with the `DiffMaskProgress` of the gates.
-
-    Returns:
-        The exactness of each method, DiffMask first, and the explainer.
+    `report` is called with a line about each stage, `callback` with the `DiffMaskProgress` of the gates. Returns the
+    exactness of each method, DiffMask first, and the explainer.
     """
     from safetensors.torch import save
 
@@ -250,11 +244,13 @@ def run(
     size, seed = SIZES[task.size], integer("seed", task.seed, 0)
     settings = gate_settings(size, task.preset, **{"seed": seed, **task.changes})
     report("training the ViT")
-
-    def report_step(step: int, accuracy: float) -> None:
-        report(f"ViT step {step}: accuracy {accuracy:.1%}")
-
-    vit = train_counter(size, seed, task.device, task.distractors, report_step)
+    vit = train_counter(
+        size,
+        seed,
+        task.device,
+        task.distractors,
+        lambda step, accuracy: report(f"ViT step {step}: accuracy {accuracy:.1%}"),
+    )
     weights = {name: value.cpu().contiguous() for name, value in vit.model.state_dict().items()}
     write_atomic(out / "vit.safetensors", save(weights))
     report("training DiffMask")

@@ -93,7 +93,7 @@ def evaluate(
         >>> pl.evaluate(vit, images, att, metric="deletion", preset="rise").mean                # doctest: +SKIP
     """
     requests = resolve_all(
-        metric, settings, MetricRequest, "metric", lambda label, own: resolve_metric(label, own, _OPTIONS)
+        metric, settings, MetricRequest, "metric", lambda label, values: resolve_metric(label, values, _OPTIONS)
     )
     if isinstance(maps, list | tuple) and maps and all(isinstance(name, str) for name in maps):
         maps = {name: name for name in maps}
@@ -106,8 +106,8 @@ def evaluate(
     if opened.task and opened.question is None:
         opened = wrap(opened, next((m.question for m in sources.values() if isinstance(m, Attribution)), None))
     evaluations = unwrap(measure(opened, images, sources, dict.fromkeys(sources, requests), options))
-    each = {label: own[metric] if isinstance(metric, str) else own for label, own in evaluations.items()}
-    return Evaluations(each, "method") if several else each[""]
+    results = {label: each[metric] if isinstance(metric, str) else each for label, each in evaluations.items()}
+    return Evaluations(results, "method") if several else results[""]
 
 
 _OPTIONS = ("metric", "target", "head", "labels", "boxes", "masks", "seed", "batch_size", "progress", "current")

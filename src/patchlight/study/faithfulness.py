@@ -170,10 +170,8 @@ class Hiding:
         random = "a random one" if self.count == 1 else f"{self.count} random ones"
         if not all(map(math.isfinite, (self.before, self.after, self.random_after))):
             return f"Hiding {hidden} gives no finite score, so it cannot be compared with hiding {random}."
-        score, before, after, random_after = (
-            self._score,
-            *map(self._number, (self.before, self.after, self.random_after)),
-        )
+        score = self._score
+        before, after, random_after = map(self._number, (self.before, self.after, self.random_after))
         change, random_change = self._change(self.after), self._change(self.random_after)
         strongest = f"{change}s {score} from {before} to {after}" if change else f"hardly changes {score} ({before})"
         several = "" if self.count > 1 else "s"
@@ -309,11 +307,7 @@ class Trial:
         )
 
     def hiding(self, result: Faithfulness) -> Hiding:
-        """What hiding a tenth of the patches did in the test of one map, compared with random patches.
-
-        Args:
-            result: What `of` returned for the map.
-        """
+        """What hiding a tenth of the patches did in the test of a map, of which `of` returned the result."""
         step = self._hidden_step
         before, after = result.curves.deletion[0, [0, step]].tolist()
         return self._hiding(before, after, float(self.random.deletion[:, step].mean()))
@@ -352,9 +346,9 @@ def _short_label(vit: Anatomy, index: int) -> str:
     return name if len(name) <= LETTERS else name[: LETTERS - 1].rstrip() + "…"
 
 
-def _is_rare(others: int, count: int) -> bool:
-    """Whether at most `CHANCE` of `count` random orders would be at least as extreme, given `others` that are."""
-    return (1 + others) / (1 + count) <= CHANCE
+def _is_rare(extreme: int, count: int) -> bool:
+    """Whether a result is significant if `extreme` of `count` random orders are at least as extreme."""
+    return (1 + extreme) / (1 + count) <= CHANCE
 
 
 def rank_results(results: Mapping[str, Faithfulness]) -> dict[str, Faithfulness]:

@@ -30,10 +30,10 @@ from patchlight.study.sources import (
     Annotations,
     BatchMaps,
     Source,
+    check_annotations,
     check_images,
     check_needs,
-    checked_annotations,
-    computed_maps,
+    compute_maps,
     map_count,
     source_of,
 )
@@ -43,7 +43,6 @@ BATCH = 16
 BROKEN = "the map contains NaN or infinite values"
 
 T = TypeVar("T")
-Plan = Mapping[Request, Sequence[MetricRequest]]
 Watch = Callable[[Tensor, Targets, Mapping[str, Tensor]], None]
 """Called with every batch: images [b,C,H,W], explained classes and maps [b,h,w] by label."""
 
@@ -75,19 +74,10 @@ def explain_each(
     catch: type[Exception] = Exception,
     finished: Callable[[Mapping[str, Outcome[Attribution]]], None] = lambda outcomes: None,
 ) -> dict[str, Outcome[Attribution]]:
-    """Explain images with every method; methods that share a pass run together, or one by one if that fails.
+    """Explain preprocessed images [B,C,H,W] with every method; returns attributions, or reasons why not, by label.
 
-    Args:
-        vit: The opened model.
-        images: Preprocessed images [B,C,H,W].
-        requests: The methods, each under its own label.
-        target: The classes to explain, as `explain` takes them.
-        seed: Random seed.
-        catch: The errors that become reasons; others are raised.
-        finished: Called with the outcomes after every call.
-
-    Returns:
-        By label, an attribution or the reason why there is none.
+    Methods that share a pass run together, or one by one if that fails. Errors of the type `catch` become reasons;
+    others are raised. `finished` is called with the outcomes of every call.
     """
     outcomes: dict[str, Outcome[Attribution]] = {}
     supported: list[Request] = []
@@ -100,8 +90,8 @@ def explain_each(
             outcomes[request.label] = refused
             finished({request.label: refused})
 
-    def call(some: Sequence[Request]) -> dict[str, Attribution]:
-        return explain(vit, images, some, target, seed=seed, finite=False, progress=False)
+    def call(group: Sequence[Request]) -> dict[str, Attribution]:
+        return explain(vit, images, group, target, seed=seed, finite=False, progress=False)
 
     in_pass = [r for r in supported if r.in_pass]
     for group in filter(None, [in_pass, *([r] for r in supported if not r.in_pass)]):
@@ -195,7 +185,7 @@ def _with_value(cell: Cell, evaluation: Evaluation, i: int, note: str) -> Cell:
 def study_batch(
     vit: Anatomy,
     batch: Batch,
-    plan: Plan | Sequence[tuple[Request, Sequence[MetricRequest]]],
+    plan: Sequence[tuple[Request, Sequence[MetricRequest]]],
     *,
     target: Tensor | None = None,
     seed: int = 0,
@@ -211,22 +201,20 @@ def study_batch(
         seed: Random seed.
         progress: Called with "explain" and the labels, or "measure" and the label, after each step.
     """
-    pairs = list(plan.items() if isinstance(plan, Mapping) else plan)
+    evaluations = {(r.label, metric.label): Outcome[Evaluation]() for r, metrics in plan for metric in metrics}
     if not batch.names:
-        empty = {(r.label, metric.label): Outcome[Evaluation]() for r, metrics in pairs for metric in metrics}
-        no_maps = {request.label: Outcome[Attribution]() for request, _ in pairs}
-        return BatchStudy(batch, torch.empty(0, dtype=torch.long), no_maps, empty)
+        no_maps = {request.label: Outcome[Attribution]() for request, _ in plan}
+        return BatchStudy(batch, torch.empty(0, dtype=torch.long), no_maps, evaluations)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if target is None:
-            if vit.question is not None:  # the first of its scores, of every image
-                target = torch.zeros(len(batch.names), dtype=torch.long)
-            else:
-                target = top_classes(vit.logits(batch.images), vit.outputs).index[:, 0]
+        if target is None and vit.question is not None:  # the first of its scores, of every image
+            target = torch.zeros(len(batch.names), dtype=torch.long)
+        elif target is None:
+            target = top_classes(vit.logits(batch.images), vit.outputs).index[:, 0]
         explained = explain_each(
             vit,
             batch.images,
-            [request for request, _ in pairs],
+            [request for request, _ in plan],
             target,
             seed=seed,
             finished=lambda outcomes: progress("explain", ", ".join(outcomes)),
@@ -241,40 +229,11 @@ def study_batch(
             isolate=True,
             finished=lambda label: progress("measure", label),
         )
-        by_label = {request.label: metrics for request, metrics in pairs}
+        by_label = {request.label: metrics for request, metrics in plan}
         measured = measure(vit, batch.images, maps, by_label, options) if maps else {}
-    evaluations = {
-        (request.label, metric.label): measured[request.label][metric.label] if request.label in maps else Outcome()
-        for request, metrics in pairs
-        for metric in metrics
-    }
+    for method, outcomes in measured.items():
+        evaluations |= {(method, metric): outcome for metric, outcome in outcomes.items()}
     return BatchStudy(batch, target, explained, evaluations)
-
-
-def cells(
-    vit: Anatomy,
-    batch: Batch,
-    methods: Sequence[Request],
-    metrics: Sequence[MetricRequest],
-    *,
-    target: Tensor | None = None,
-    seed: int = 0,
-) -> Iterator[Cell]:
-    """Explain a batch with every method, measure the maps with every metric, and yield a cell for each.
-
-    Methods that share a pass run together, or one by one if that fails. Constant maps are noted, and maps that are not
-    finite are errors.
-
-    Args:
-        vit: The opened model.
-        batch: Images with their names and annotations.
-        methods: The methods.
-        metrics: The metrics.
-        target: The class [B] of each image; by default the prediction.
-        seed: Random seed.
-    """
-    plan = [(method, metrics) for method in methods]
-    return study_batch(vit, batch, plan, target=target, seed=seed).cells()
 
 
 @dataclass(frozen=True)
@@ -292,7 +251,7 @@ class MeasureOptions:
         note: Called with every image as it is read.
         watch: Called with every batch and its maps.
         finished: Called with a label when a batch is measured for it.
-        kept: A cache of the metrics across batches; pass the same one to share it between calls on one model.
+        cache: A cache of the metrics across batches; pass the same one to share it between calls on one model.
     """
 
     target: Target = None
@@ -305,7 +264,7 @@ class MeasureOptions:
     note: Note | None = None
     watch: Watch | None = None
     finished: Callable[[str], None] = lambda label: None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -368,15 +327,16 @@ def measure(
     if not sources:
         raise PatchlightError(f"no maps were given; {GIVE_MAPS}")
     targets = None if vit.question is not None else resolve_targets(options.target, count, vit.outcomes, vit.labels)
-    given, read = options.annotations, () if vit.question is None else vit.question.annotations
-    if given.boxes is None and given.masks is None:  # metrics of places measure the object in question
-        given = replace(given, **dict.fromkeys(read, ()))
+    available = options.annotations
+    if vit.question is not None and available.boxes is None and available.masks is None:
+        # metrics of places measure the object in question
+        available = replace(available, **dict.fromkeys(vit.question.annotations, ()))
     for label, source in sources.items():
         _check_one_class(targets or source.targets)
         for column in columns[label]:
             with column.attempt():
-                check_needs(column.request, source.method, given)
-    annotations = checked_annotations(options.annotations, count, vit, streamed_labels)
+                check_needs(column.request, source.method, available)
+    annotations = check_annotations(options.annotations, count, vit, streamed_labels)
     undefined: dict[str, dict[int, str]] = {label: {} for label in sources}
     begin = 0
     with show_progress(options.progress, "measuring") as report:
@@ -402,11 +362,11 @@ def measure(
             labels, boxes, masks = annotations(part)
             clean: dict[Any, Any] = {}
             for n, (label, source) in enumerate(sources.items()):
-                if given.boxes == ():
+                if available.boxes == ():
                     boxes = [
                         cast(Any, vit.question).boxes_in_input()[i][None] for i in classes[label].index[:, 0].tolist()
                     ]
-                elif given.masks == () and vit.question is not None:
+                elif available.masks == () and vit.question is not None:
                     masks = vit.question.object_of(classes[label].index[:, 0]).to(batch.device).long()
                 batch_maps = explained.pop(label)
                 finite, broken = _finite(batch_maps.maps, begin, label)
@@ -423,7 +383,7 @@ def measure(
                     source.method,
                     seed,
                     clean=clean,
-                    kept=options.kept,
+                    kept=options.cache,
                     current=options.current or source.scores is None,
                     facts=batch_maps.facts,
                 )
@@ -469,7 +429,7 @@ def _maps(
     requests = {label: source.request for label, source in sources.items() if source.request is not None}
     computed: dict[str, BatchMaps] = {}
     if requests:
-        results = computed_maps(vit, batch, list(requests.values()), classes[next(iter(requests))], seed)
+        results = compute_maps(vit, batch, list(requests.values()), classes[next(iter(requests))], seed)
         computed = dict(zip(requests, results, strict=True))
     maps: dict[str, BatchMaps] = {}
     for label, source in sources.items():
@@ -484,12 +444,12 @@ def _maps(
     return maps
 
 
-def _check_count(seen: int, count: int | None, more: bool = False) -> None:
+def _check_count(images: int, count: int | None, more: bool = False) -> None:
     """Refuse a stream without images, or with another number of images than maps."""
-    if seen == 0:
+    if images == 0:
         raise PatchlightError(f"no images were given; {GIVE_IMAGES}")
-    if count is not None and (seen > count if more else seen != count):
-        raise PatchlightError(f"there are maps of {count} images, but {'at least ' if more else ''}{seen} images")
+    if count is not None and (images > count if more else images != count):
+        raise PatchlightError(f"there are maps of {count} images, but {'at least ' if more else ''}{images} images")
 
 
 def _check_one_class(targets: Targets | None) -> None:
@@ -522,20 +482,13 @@ def _evaluation(
     request: MetricRequest, parts: Sequence[Measured], undefined: Mapping[int, str], label: str
 ) -> Evaluation:
     values = torch.cat([m.values.detach().double().cpu() for m in parts])
-    reasons = [""] * len(values)
-    first = 0
-    for m in parts:
-        for i, reason in m.reasons.items():
-            reasons[first + i] = reason
-            values[first + i] = float("nan")
-        first += len(m.values)
-    for i, reason in undefined.items():
-        reasons[i] = reason
-        values[i] = float("nan")
-    for i in (~values.isfinite()).nonzero().flatten().tolist():
-        reasons[i] = reasons[i] or "the value is not finite"
-        values[i] = float("nan")
-    missing = [i for i, reason in enumerate(reasons) if reason]
+    reasons = dict.fromkeys((~values.isfinite()).nonzero().flatten().tolist(), "the value is not finite")
+    starts = itertools.accumulate((len(m.values) for m in parts), initial=0)
+    for start, m in zip(starts, parts, strict=False):
+        reasons |= {start + i: reason for i, reason in m.reasons.items()}
+    reasons |= undefined
+    missing = sorted(reasons)
+    values[missing] = float("nan")
     if missing:
         whose = f"{request.label} of {label}" if label else request.label
         warn(
@@ -554,7 +507,7 @@ def _evaluation(
         bounds=request.metric.limits(request.settings),
         curve=curve,
         x=parts[0].x.double().cpu() if parts[0].x is not None else None,
-        reasons=tuple(reasons),
+        reasons=tuple(reasons.get(i, "") for i in range(len(values))),
         settings=request.settings,
         parts={key: torch.cat([m.parts[key].detach().double().cpu() for m in parts]) for key in parts[0].parts},
         combine=request.metric.combine,

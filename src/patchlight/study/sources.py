@@ -16,7 +16,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution
 from patchlight.core.errors import PatchlightError
 from patchlight.core.fingerprints import hash_images, identity
-from patchlight.core.targets import Score, ScoreName, Targets, resolve_targets
+from patchlight.core.targets import ScoreName, Targets, resolve_targets
 from patchlight.methods.maps import estimate
 from patchlight.methods.requests import Request, check_contrast, check_supported, resolve
 from patchlight.metrics.base import MapFunction, MetricRequest, checked_maps
@@ -62,10 +62,10 @@ class BatchMaps:
     facts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def computed_maps(
+def compute_maps(
     vit: Anatomy, images: Tensor, requests: Sequence[Request], targets: Targets, seed: int
 ) -> list[BatchMaps]:
-    """The maps of methods, without their warnings: metrics warn of maps without information themselves."""
+    """Compute the maps of methods; their warnings are dropped, because metrics warn of the same maps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request in requests:
@@ -77,18 +77,18 @@ Beside = tuple[Tensor | None, Sequence[Tensor] | None, Tensor | None]
 """Labels, boxes and masks of some of the images."""
 
 
-def checked_annotations(
+def check_annotations(
     annotations: Annotations, count: int | None, vit: Anatomy, streamed_labels: list[Any] | None
 ) -> Callable[[slice], Beside]:
     """Check annotations, and return a function that selects those of some images.
 
     The labels of a stream are added to `streamed_labels` as they are read.
     """
-    given_labels = None if streamed_labels is not None else annotations.labels
-    if count is None and any(each is not None for each in (given_labels, annotations.boxes, annotations.masks)):
+    listed_labels = None if streamed_labels is not None else annotations.labels
+    if count is None and any(each is not None for each in (listed_labels, annotations.boxes, annotations.masks)):
         raise PatchlightError("labels, boxes and masks need a known number of images; give a list of images")
     number = count or 0
-    labels = _labels(given_labels, number, vit) if given_labels is not None else None
+    labels = _labels(listed_labels, number, vit) if listed_labels is not None else None
     masks = _masks(annotations.masks, number, vit) if annotations.masks is not None else None
     boxes = _boxes(annotations.boxes, number, vit) if annotations.boxes is not None else None
 
@@ -118,7 +118,7 @@ def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
         maps = resolve(str(maps["method"]), maps)
     if isinstance(maps, Request):
         check_supported(maps, vit)
-        return Source(request=maps, method=maps_by(maps))
+        return Source(request=maps, method=map_function(maps))
     if isinstance(maps, Attribution):
         if maps.several:
             raise PatchlightError(
@@ -181,14 +181,9 @@ def check_images(sources: Iterable[Source], part: slice, batch: Tensor) -> None:
             )
 
 
-def map_function(name: str, settings: Mapping[str, Any] | None = None, score: Score | None = None) -> MapFunction:
-    """A registered method as a function that computes maps."""
-    return maps_by(resolve(name, settings, score))
-
-
-def maps_by(request: Request) -> MapFunction:
-    """A request as a function that computes maps."""
-    return lambda vit, images, targets, seed: computed_maps(vit, images, [request], targets, seed)[0].maps
+def map_function(request: Request) -> MapFunction:
+    """A method as a function that computes maps."""
+    return lambda vit, images, targets, seed: compute_maps(vit, images, [request], targets, seed)[0].maps
 
 
 def _method_of(maps: Attribution) -> MapFunction | None:
@@ -203,7 +198,7 @@ def _method_of(maps: Attribution) -> MapFunction | None:
     if "level" in entry.settings:
         settings["level"] = maps.level
     score = maps.score if maps.score in get_args(ScoreName) else None
-    return None if score is None else map_function(maps.method, settings, score)  # type: ignore[arg-type]
+    return None if score is None else map_function(resolve(maps.method, settings, score))  # type: ignore[arg-type]
 
 
 def check_needs(request: MetricRequest, method: MapFunction | None, annotations: Annotations) -> None:

@@ -17,19 +17,19 @@ from patchlight.methods.requests import check_supported, resolve
 from patchlight.study.evaluate import evaluate
 
 QUICK = {"ins-del": {"steps": 10}}
-"""Settings of a metric that a choice among a few blocks does not need more of."""
+"""Settings of a metric that are enough for a choice among a few blocks."""
 
 
 @dataclass(frozen=True)
 class StartChoice:
-    """How a method does from each first block, on the same images.
+    """The results of a method with each first block, on the same images.
 
     Args:
         method: The method.
         metric: The metric.
         starts: The first blocks that were compared.
-        means: The mean of the metric from each.
-        gains: How much the best one gains over each, as a mean over images.
+        means: The mean of the metric for each.
+        gains: The mean improvement of the best one over each.
         errors: The standard error of each gain.
     """
 
@@ -42,7 +42,7 @@ class StartChoice:
 
     @property
     def start(self) -> int:
-        """The best first block; of equal ones the first."""
+        """The best first block; the lowest if several are equal."""
         return self.starts[self.gains.index(0.0)]
 
     def __str__(self) -> str:
@@ -76,8 +76,8 @@ def choose_start(
         settings: Settings of the metric.
 
     Example:
-        >>> found = pl.choose_start(vit, images, "genatt")                                      # doctest: +SKIP
-        >>> pl.explain(vit, other_images, "genatt", start=found.start)                          # doctest: +SKIP
+        >>> choice = pl.choose_start(vit, images, "genatt")                                     # doctest: +SKIP
+        >>> pl.explain(vit, other_images, "genatt", start=choice.start)                         # doctest: +SKIP
     """
     vit = wrap(vit)
     request = resolve(method).suited(vit)

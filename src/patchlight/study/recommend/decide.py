@@ -54,15 +54,15 @@ def decide(record: RaceRecord) -> Verdict:
     """The verdict on finished cells."""
     race = race_of(record)
     leading = next(iter(race.candidates), None)
-    blanked = _blanked(record)
+    blanked = _blank_effects(record)
     scores = record.values("score").get(MODEL, {})
-    untrained, uncompared = _untrained(record, race, leading)
+    untrained, uncompared = _compare_untrained(record, race, leading)
     used = not hardly_changes(blanked, race.worth) if untrained is None else untrained.surely_above(race.worth)
     above = {method: race.above_random(method) for method in race.standing}
-    compared = _compared(record, race, leading)
+    compared = _comparable(record, race, leading)
     best = leading if leading is not None and above[leading] and used and len(compared) >= COMPARED else None
-    judge = _Judge(record, race, best, above)
-    rows = tuple(map(judge.result, race.standing))
+    results = _Results(record, race, best, above)
+    rows = tuple(map(results.row, race.standing))
     return Verdict(
         about=record.about,
         best=best,
@@ -70,9 +70,9 @@ def decide(record: RaceRecord) -> Verdict:
         quick=_quick(rows, best),
         rows=rows,
         compared=compared,
-        undecided=tuple(judge.undecided(rows, best or leading)),
+        undecided=tuple(results.undecided(rows, best or leading)),
         sanity={row.method: row.others[SANITY] for row in rows if SANITY in row.others and row.method != race.floor},
-        disagreements=tuple(judge.disagreements()),
+        disagreements=tuple(results.disagreements()),
         score=fmean(scores.values()) if scores else math.nan,
         blanked=blanked,
         untrained=untrained,
@@ -86,8 +86,8 @@ def decide(record: RaceRecord) -> Verdict:
 
 
 @dataclass(frozen=True)
-class _Judge:
-    """The results of the methods of a race, given the best one and those that beat random."""
+class _Results:
+    """The results of the methods of a race, with the best one and whether each beats random (`above`)."""
 
     record: RaceRecord
     race: Race
@@ -95,7 +95,7 @@ class _Judge:
     above: Mapping[str, bool | None]
 
     @cached_property
-    def others(self) -> dict[str, dict[str, dict[int, float]]]:
+    def other_metrics(self) -> dict[str, dict[str, dict[int, float]]]:
         """By metric and method, values by place, without a metric that decides alone."""
         about = self.record.about
         hidden = {UNTRAINED, *(about["deciding"] if len(about["deciding"]) == 1 else ())}
@@ -114,46 +114,43 @@ class _Judge:
     def seconds(self, method: str, measuring: bool = False) -> float:
         """The median seconds of explaining an image, and with `measuring` of scoring it too; NaN if unknown."""
         deciding = self.record.about["deciding"]
-        times = [
-            [c.explain_seconds for _, c in self.record.cells(deciding[0], method) if c.explain_seconds is not None]
-        ]
-        if measuring:
-            times += [
-                [c.measure_seconds for _, c in self.record.cells(metric, method) if c.measure_seconds is not None]
-                for metric in deciding
-            ]
+        explaining = [c.explain_seconds for _, c in self.record.cells(deciding[0], method)]
+        times = [[seconds for seconds in explaining if seconds is not None]]
+        for metric in deciding if measuring else ():
+            column = (c.measure_seconds for _, c in self.record.cells(metric, method))
+            times.append([seconds for seconds in column if seconds is not None])
         return sum(map(median, filter(None, times))) if measuring or times[0] else math.nan
 
-    def result(self, method: str) -> MethodResult:
+    def row(self, method: str) -> MethodResult:
         race, best = self.race, self.best
         values = list(race.scores[method].values())
         count, mean = len(values), race.mean(method)
-        reach = to_best = far = math.nan
+        half = difference = difference_half = math.nan
         if count >= FEWEST:
             error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1) / count)
-            reach = Pair(count, mean, error, 1.0).reach(0.025)
+            half = Pair(count, mean, error, 1.0).reach(0.025)
         if best is not None:
             pair = race.pair(method, best)
-            to_best = pair.mean
-            far = pair.reach(race.level) if pair.images >= FEWEST and method != best else math.nan
-        others = {name: list(by[method].values()) for name, by in self.others.items() if by.get(method)}
+            difference = pair.mean
+            difference_half = pair.reach(race.level) if pair.images >= FEWEST and method != best else math.nan
+        others = {name: list(by[method].values()) for name, by in self.other_metrics.items() if by.get(method)}
         return MethodResult(
             method,
             self.status(method),
             mean,
-            mean - reach,
-            mean + reach,
+            mean - half,
+            mean + half,
             count,
             self.seconds(method),
-            to_best,
-            to_best - far,
-            to_best + far,
+            difference,
+            difference - difference_half,
+            difference + difference_half,
             self.above[method],
             race.pair(method, race.floor).p if race.floor in race.scores and method != race.floor else math.nan,
             race.beaten.get(method, ""),
             sum(lost == method for lost, _ in self.undefined),
-            {name: fmean(own) for name, own in others.items()},
-            {name: len(own) for name, own in others.items()},
+            {name: fmean(values) for name, values in others.items()},
+            {name: len(values) for name, values in others.items()},
             method in self.record.about.get("ignores_class", ()),
         )
 
@@ -183,7 +180,7 @@ class _Judge:
             pair = race.pair(first, row.method)
             settled = row.status == "baseline" and race.beats(first, row.method, level)
             if pair.images >= FEWEST and not settled:
-                needed = pair.needed(level)
+                needed = pair.images_needed(level)
                 missing = {first: needed - race.count(first), row.method: needed - row.images}
                 seconds = sum(max(0.0, images) * self.seconds(m, measuring=True) for m, images in missing.items())
                 pairs.append(Undecided(first, row.method, pair.mean, pair.images, needed, seconds))
@@ -193,11 +190,11 @@ class _Judge:
         """Metrics that significantly prefer another method to the best."""
         about, best = self.record.about, self.best
         lower = {*about["lower_is_better"], *(f"deletion {label.removeprefix('srg ')}" for label in about["deciding"])}
-        names = [name for name in self.others if name not in (SANITY, SENSITIVITY, AGREEMENT)]
+        names = [name for name in self.other_metrics if name not in (SANITY, SENSITIVITY, AGREEMENT)]
         lines = []
         for name in names:
             sign = -1 if name in lower else 1
-            scores = {m: {p: sign * v for p, v in values.items()} for m, values in self.others[name].items()}
+            scores = {m: {p: sign * v for p, v in values.items()} for m, values in self.other_metrics[name].items()}
             if best is None or best not in scores:
                 continue
             race = Race(scores, self.race.images, 0.0)
@@ -221,7 +218,7 @@ def _quick(rows: Sequence[MethodResult], best: str | None) -> str | None:
     return next((row.method for row in (*(r for r in tied if r.seconds <= 2 * least), *cheap)), best)
 
 
-def _compared(record: RaceRecord, race: Race, leading: str | None) -> tuple[str, ...]:
+def _comparable(record: RaceRecord, race: Race, leading: str | None) -> tuple[str, ...]:
     """The methods, without random ones, that share at least six images with the leading one and random."""
     if leading is None or race.floor not in race.scores:
         return ()
@@ -231,7 +228,7 @@ def _compared(record: RaceRecord, race: Race, leading: str | None) -> tuple[str,
     return tuple(method for method in real if len(shared & race.scores[method].keys()) >= FEWEST)
 
 
-def _blanked(record: RaceRecord) -> dict[str, BlankEffect]:
+def _blank_effects(record: RaceRecord) -> dict[str, BlankEffect]:
     """By fill, the change of the score without the image: its mean magnitude, so that rises do not cancel falls."""
     effects = {}
     for metric in dict.fromkeys(c.metric for _, c in record.cells(method=MODEL) if c.metric.startswith(BLANKED)):
@@ -242,7 +239,7 @@ def _blanked(record: RaceRecord) -> dict[str, BlankEffect]:
     return effects
 
 
-def _untrained(record: RaceRecord, race: Race, leading: str | None) -> tuple[Pair | None, str]:
+def _compare_untrained(record: RaceRecord, race: Race, leading: str | None) -> tuple[Pair | None, str]:
     """The leading method's scores against those on an untrained copy; or why there is no such comparison."""
     if leading is None:
         return None, ""

@@ -58,8 +58,8 @@ class Gallery:
         """The first `count` places that can be read, or fewer; images that were not read before are read."""
         return list(islice(filter(self.readable, range(self.total)), count))
 
-    def planned(self, count: int) -> list[int]:
-        """The same without reading anything, so some of the images may not be readable."""
+    def first_without_reading(self, count: int) -> list[int]:
+        """The same without reading any image, so some of them may not be readable."""
         return list(islice((place for place in range(self.total) if self._readable.get(place, True)), count))
 
     def readable(self, place: int) -> bool:

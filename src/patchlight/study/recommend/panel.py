@@ -32,9 +32,9 @@ FEWEST_SAMPLES = {
 }
 """The smallest number of samples. With fewer, a map is mostly noise, and the method is left out."""
 MOST_SAMPLES = {"posterior": 1024}
-"""The largest number of samples, if more than the default help."""
+"""The largest number of samples of methods that improve beyond their default number."""
 FORWARDS = 10_000
-"""Forward passes within the budget that are needed for the full number of steps of the deciding metric."""
+"""The deciding metric has its full number of steps if the budget allows more forward passes than this."""
 SHARE = 0.06
 """Share of the budget for the maps of one sampling method on the first 24 images."""
 FILLS = {"zero": "zero", "blur": "blur-tis"}
@@ -84,7 +84,7 @@ def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float 
     cells = vit.cells
     preferred = (8, 7, 9, 6, 10) if affordable > FORWARDS else (4, 5, 3)
     steps = next((s for s in preferred if cells % s == 0), min(preferred[0], cells))
-    named: dict[str, Spec] = {
+    specs: dict[str, Spec] = {
         **{f"srg {word}": {"metric": "srg", "steps": steps, "fill": fill} for word, fill in FILLS.items()},
         "token-deletion": {"quantity": "aopc", "points": 5, "target_class": "prediction"},
         "saco": {"ties": "neutral"},
@@ -92,10 +92,10 @@ def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float 
         "max-sensitivity": {"samples": 3},
     }
     if vit.can_drop is not None:
-        del named["token-deletion"]
-    deciding = tuple(label for label in named if label.startswith("srg "))
+        del specs["token-deletion"]
+    deciding = tuple(label for label in specs if label.startswith("srg "))
     metrics: dict[str, MetricRequest] = {}
-    for label, settings in named.items():
+    for label, settings in specs.items():
         try:
             metrics[label] = resolve_metric(label, settings).suited(vit)
         except PatchlightError:
@@ -120,9 +120,9 @@ def choose_methods(selection: Selection | None, vit: Anatomy) -> tuple[dict[str,
         )
     labels = {request.label for request in requests}
     suited = [(request, request.suited(vit)) for request in requests]
-    requests = [  # "auto" is called by the method that it chose, so that a verdict names that method
-        replace(one, label=one.name) if request.choices and request.label == "auto" and one.name not in labels else one
-        for request, one in suited
+    requests = [  # "auto" gets the name of the method that it chose, so that a verdict names that method
+        replace(r, label=r.name) if request.choices and request.label == "auto" and r.name not in labels else r
+        for request, r in suited
     ]
     reasons = {request.label: refusal(request, vit) for request in requests}
     works = {r.label: r for r in requests if reasons[r.label] is None}
@@ -142,7 +142,7 @@ def affordable_methods(
     fitting: dict[str, Request] = {}
     left_out: dict[str, str] = {}
     for label, request in works.items():
-        fewer = sampled(request, forward, allowed)
+        fewer = fit_samples(request, forward, allowed)
         if isinstance(fewer, str):
             left_out[label] = f"{fewer}, too long for this budget"
         else:
@@ -150,8 +150,8 @@ def affordable_methods(
     return fitting, left_out
 
 
-def sampled(request: Request, seconds: float, allowed: float) -> Request | str:
-    """A method with as many samples as fit into `allowed` seconds, or the reason why there would be too few.
+def fit_samples(request: Request, seconds: float, allowed: float) -> Request | str:
+    """Set the number of samples of a method to what fits into `allowed` seconds, or return why that is too few.
 
     `seconds` is the time of a forward pass. The label contains the number of samples if it is not the default.
     """

@@ -17,22 +17,22 @@ from patchlight.study.recommend.work import EXPLANATION, MARGIN, RaceWorker
 RACE = 0.75
 """Share of the budget for the race, before the other metrics."""
 OPENING = 0.35
-"""Share of the budget for the first six images of all methods, unless the methods were named."""
+"""Share of the budget for the first six images of all methods, unless the user chose the methods."""
 DEAR = 0.1
-"""Share of the budget for six maps of one method; more expensive methods are left out unless they were named."""
+"""Share of the budget for six maps of one method; more expensive methods are left out unless the user chose them."""
 FINALISTS, FEW, SOME = 5, 4, 16
-"""Number of methods that the other metrics measure, and of images for metrics that explain often and for others. A race
-does not end early on fewer images than the last."""
+"""Number of methods that the other metrics measure, of images for metrics that explain often, and of images for others.
+A race does not end early on fewer images than the last of these."""
 COPIED = 12
 """Images for the leading method's score on an untrained copy of the model."""
 NO_TIME = "not enough time"
 
 
 class Policy:
-    """The order of the work. Methods that the user named (`named`) may take more of the time."""
+    """The order of the work. Methods that the user chose (`by_user`) may take more of the time."""
 
-    def __init__(self, worker: RaceWorker, named: bool) -> None:
-        self.named, self._start = named, worker.clock.spent
+    def __init__(self, worker: RaceWorker, by_user: bool) -> None:
+        self.by_user, self._start = by_user, worker.clock.spent
         self.worker, self.gallery, self.record, self.clock = worker, worker.gallery, worker.record, worker.clock
         self.deciding = worker.panel.deciding
         self.floor = random_of(self.record)
@@ -57,19 +57,19 @@ class Policy:
         return self.worker.seconds(label, places, self.deciding)
 
     @property
-    def _reserved(self) -> float:
+    def _reserve(self) -> float:
         """Seconds reserved for the comparison of the leading method with an untrained copy of the model."""
-        alive = self._alive(self.race)
+        alive = self._contenders(self.race)
         return MARGIN**2 * self.worker.seconds_new(alive[0], COPIED) if alive else 0.0
 
     def _check_trained(self) -> None:
-        alive = self._alive(self.race)
+        alive = self._contenders(self.race)
         if alive and self.race.count(alive[0]) >= FEWEST:
-            self.worker.untrained(alive[0], self.gallery.first(COPIED))
+            self.worker.score_untrained(alive[0], self.gallery.first(COPIED))
 
     def plan(self) -> str:
         """The estimated course of the race in words, before anything is measured."""
-        six, chosen = self.gallery.planned(FEWEST), list[str]()
+        six, chosen = self.gallery.first_without_reading(FEWEST), list[str]()
         order = self._in_order(six[:1])
         for label in order:
             if len(chosen) < 2 or not self._shortage(label, six, chosen):
@@ -86,7 +86,7 @@ class Policy:
 
     @property
     def comparison_seconds(self) -> float:
-        """Estimated budget for random and the three cheapest methods on six images, larger than this one; or NaN."""
+        """Estimated budget for random and the three cheapest methods on six images, above this one; NaN if unknown."""
         able = [m for m in self.worker.panel.methods if m not in self.record.left_out or m in self.record.set_aside]
         costs = sorted(self.worker.seconds_new(m, FEWEST) for m in able if m != self.floor)[:COMPARED]
         if len(costs) < COMPARED:
@@ -122,13 +122,14 @@ class Policy:
 
     def _shortage(self, label: str, six: Sequence[int], chosen: Sequence[str]) -> str:
         """Why there is no time for six images of a method; empty if there is."""
-        takes, others = self._seconds(label, six), sum(self._seconds(other, six) for other in chosen)
+        takes = self._seconds(label, six)
+        total = takes + sum(self._seconds(other, six) for other in chosen)
         if len(chosen) <= COMPARED:  # random and three methods: without them there is no comparison at all
-            return "" if MARGIN * (others + takes) <= self.clock.left else NO_TIME
-        if len(six) * self.worker.cost(label, EXPLANATION) > (RACE if self.named else DEAR) * self.clock.budget:
+            return "" if MARGIN * total <= self.clock.left else NO_TIME
+        if len(six) * self.worker.cost(label, EXPLANATION) > (RACE if self.by_user else DEAR) * self.clock.budget:
             return f"six images would take about {duration(takes)}"
-        share = RACE if self.named else OPENING
-        return NO_TIME if self.clock.spent + others + takes > share * self.clock.budget else ""
+        share = RACE if self.by_user else OPENING
+        return NO_TIME if self.clock.spent + total > share * self.clock.budget else ""
 
     def _in_order(self, first: Sequence[int]) -> list[str]:
         """Random, the three cheapest methods, and the others in order of worth."""
@@ -161,26 +162,28 @@ class Policy:
         """
         while self.floor not in self.record.left_out:
             race, planned = self.race, looks(len(self.gallery))
-            alive = self._alive(race)
-            ahead = [n for n in planned if any(self._seconds(m, self.gallery.planned(n)) > 0 for m in alive)]
+            alive = self._contenders(race)
+            ahead = [
+                n for n in planned if any(self._seconds(m, self.gallery.first_without_reading(n)) > 0 for m in alive)
+            ]
             if not ahead:
                 return
-            places, reserved = self.gallery.planned(ahead[0]), max(least, self._reserved)
+            places, reserved = self.gallery.first_without_reading(ahead[0]), max(least, self._reserve)
             room = self.clock.left - reserved
-            if MARGIN * sum(self._seconds(m, self.gallery.planned(planned[-1])) for m in alive) > room:
-                alive = self._that_fit(alive, places, room / len(ahead), room)
+            if MARGIN * sum(self._seconds(m, self.gallery.first_without_reading(planned[-1])) for m in alive) > room:
+                alive = self._affordable(alive, places, room / len(ahead), room)
             beats_random = len(alive) == 2 and race.beats(alive[0], self.floor, race.level_of_random)
             if len(alive) < 2 or (beats_random and ahead[0] > SOME):
                 return
             for start in range(0, len(places), HELD):  # as many as the cache holds: each is read once
-                some = places[start : start + HELD]
+                part = places[start : start + HELD]
                 for label in alive:
-                    filled = self.worker.fill(label, some, self.deciding, reserved)
-                    if not filled and label not in self.record.left_out:
+                    complete = self.worker.fill(label, part, self.deciding, reserved)
+                    if not complete and label not in self.record.left_out:
                         return
-                self.worker.blank(some)
+                self.worker.blank(part)
 
-    def _alive(self, race: Race) -> list[str]:
+    def _contenders(self, race: Race) -> list[str]:
         """Random, and the methods that may be the best, highest first; only one of several equal ones."""
         best: list[str] = []
         for method in race.candidates:
@@ -188,7 +191,7 @@ class Policy:
                 best.append(method)
         return [*best[:1], self.floor, *best[1:]] if best else []
 
-    def _that_fit(self, alive: Sequence[str], places: Sequence[int], share: float, room: float) -> list[str]:
+    def _affordable(self, alive: Sequence[str], places: Sequence[int], share: float, room: float) -> list[str]:
         """The methods with time for another round; the leading one, random and one other may use all of it."""
         fitting: list[str] = []
         for label in alive:
@@ -201,15 +204,15 @@ class Policy:
 
     def _use_the_rest(self) -> None:
         """Use the remaining time: stopped methods catch up with the leading one, then methods left out are measured."""
-        race, reserved = self.race, self._reserved
-        alive = self._alive(race)
+        race, reserved = self.race, self._reserve
+        alive = self._contenders(race)
         if not alive:
             return
         for label in race.standing:
             if label not in race.beaten and label not in alive and not race.same(label, alive[0]):
                 self._catch_up(label, race.look(alive[0]), reserved)
         for label in self.worker.panel.methods:
-            takes = MARGIN * self._seconds(label, self.gallery.planned(FEWEST))
+            takes = MARGIN * self._seconds(label, self.gallery.first_without_reading(FEWEST))
             if label in self.record.set_aside and takes < self.clock.left - reserved:
                 self.record.readmit(label)
                 self._catch_up(label, race.look(alive[0]), reserved)
@@ -217,7 +220,7 @@ class Policy:
     def _catch_up(self, label: str, most: int, reserved: float) -> None:
         """Measure more images of one method, until it is beaten, has `most` images or the time is over."""
         for count in sorted({min(n, most) for n in looks(len(self.gallery))}):
-            places = self.gallery.planned(count)
+            places = self.gallery.first_without_reading(count)
             fits = MARGIN * self._seconds(label, places) <= self.clock.left - reserved
             if not fits or not self.worker.fill(label, places, self.deciding, reserved) or label in self.race.beaten:
                 return
@@ -225,7 +228,7 @@ class Policy:
     def _look_closer(self) -> None:
         """Measure the other metrics for the finalists; each gets an equal share of the remaining time."""
         race, panel = self.race, self.worker.panel
-        alive = self._alive(race)
+        alive = self._contenders(race)
         if not alive:
             return
         first = dict.fromkeys([alive[0], decide(self.record).quick, *alive, *race.standing])

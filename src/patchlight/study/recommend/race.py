@@ -22,7 +22,7 @@ COMPARED = 3
 SENSITIVE = 10
 """The model hardly uses the image if blanking it changes the class's score by less than this many times `worth`."""
 FARTHEST = 10**6
-"""The largest number of images that `Pair.needed` considers."""
+"""The largest number of images that `Pair.images_needed` considers."""
 Scores = Mapping[str, Mapping[int, float]]
 """By method, the scores of images by place."""
 
@@ -64,7 +64,7 @@ class Pair:
         """Whether the difference is significant in this comparison alone, and larger than `worth`."""
         return self.p < ALPHA and self.mean > worth
 
-    def needed(self, level: float) -> float:
+    def images_needed(self, level: float) -> float:
         """The number of images that would make the difference significant, if mean and spread stay the same."""
         if self.images < 2 or not abs(self.mean) > 0:
             return math.inf
@@ -91,21 +91,19 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> Pair:
 class Race:
     """The scores of a race, and what follows from them at 95 % confidence.
 
-    Two methods are compared on the images that both have, up to the last planned look. So the correction (Bonferroni
-    over all ordered pairs and all looks) holds whenever the race is stopped and in whatever order it is run.
+    Two methods are compared on the images that both have, up to the last planned look. Therefore the correction
+    (Bonferroni over all ordered pairs and all looks) does not depend on when the race stops or in which order it runs.
 
     Attributes:
         scores: Scores by method and place.
         images: The number of images.
         worth: The smallest difference that counts.
-        alpha: The significance level.
         floor: The random method.
     """
 
     scores: Scores
     images: int
     worth: float = 0.01
-    alpha: float = ALPHA
     floor: str = ""
 
     @cached_property
@@ -116,12 +114,12 @@ class Race:
     def level(self) -> float:
         """The one-sided significance level of one comparison of two methods at one look."""
         m = len(self.scores)
-        return self.alpha / max(1, m * (m - 1) * len(self.looks))
+        return ALPHA / max(1, m * (m - 1) * len(self.looks))
 
     @property
     def level_of_random(self) -> float:
         """The same for comparisons with random, which was not chosen by its scores."""
-        return self.alpha / max(1, (len(self.scores) - 1) * len(self.looks))
+        return ALPHA / max(1, (len(self.scores) - 1) * len(self.looks))
 
     def count(self, method: str) -> int:
         return len(self.scores[method])
@@ -159,7 +157,7 @@ class Race:
 
     def confidence(self, method: str) -> float:
         """The confidence that a method beats random, corrected for all methods and looks."""
-        return 1 - min(1.0, self.pair(method, self.floor).p * self.alpha / self.level_of_random)
+        return 1 - min(1.0, self.pair(method, self.floor).p * ALPHA / self.level_of_random)
 
     def same(self, first: str, second: str) -> bool:
         """Whether the two differ significantly by less than `worth`: the whole confidence interval lies inside."""
@@ -199,7 +197,7 @@ class Race:
     def candidates(self) -> list[str]:
         """The methods that may be the best: not beaten, with at least half of the largest number of images among them.
 
-        First the leading one, which is the highest of those with the most images; then the others, highest first.
+        The leading one comes first: the highest of those with the most images. The rest follow, highest first.
         """
         alive = [m for m in self.standing if m not in self.beaten and m != self.floor]
         last = max(map(self.look, alive), default=0)

@@ -197,7 +197,7 @@ def _specs(works: Mapping[str, Request]) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """A value as it is read back from JSON."""
+    """A value after it was written as JSON and read again."""
     return json.loads(json.dumps(value, default=repr))
 
 

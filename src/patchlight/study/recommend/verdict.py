@@ -172,18 +172,8 @@ class Verdict:
     def table(self) -> DataFrame:
         """A pandas table with a row per method, highest score first."""
         others = list(dict.fromkeys(name for row in self.rows for name in row.others))
-        keys = [
-            "method",
-            "status",
-            "score",
-            "low",
-            "high",
-            "images",
-            "difference",
-            "seconds",
-            "above_random",
-            "ignores_class",
-        ]
+        keys = ["method", "status", "score", "low", "high", "images", "difference", "seconds"]
+        keys += ["above_random", "ignores_class"]
         columns: dict[str, list[Any]] = {key: [getattr(row, key) for row in self.rows] for key in keys}
         return make_frame(columns | {name: [row.others.get(name, math.nan) for row in self.rows] for name in others})
 

@@ -47,16 +47,16 @@ def score_name(verdict: Verdict) -> str:
 
 def sentences(verdict: Verdict) -> list[str]:
     """The verdict as a list of statements."""
-    parts = (_best, _near, _others, _beside, _more_time, _missing)
+    parts = (_best, _near, _worse, _other_metrics, _more_time, _missing)
     return [line for part in parts for line in part(verdict) if line]
 
 
 def _names(words: str, names: Sequence[str], separator: str = ",") -> str:
-    """Words and the first names after them; empty if there are no names."""
-    return f"{words}: {_listed(names, separator)}." if names else ""
+    """Words, followed by the first names; empty if there are no names."""
+    return f"{words}: {_list(names, separator)}." if names else ""
 
 
-def _listed(names: Sequence[str], separator: str = ",") -> str:
+def _list(names: Sequence[str], separator: str = ",") -> str:
     more = f"{separator} and {len(names) - MOST} more" if len(names) > MOST else ""
     return f"{separator} ".join(names[:MOST]) + more
 
@@ -82,7 +82,7 @@ def _best(verdict: Verdict) -> Iterator[str]:
         yield from _comparison(verdict)
         return
     elif len(verdict.compared) < COMPARED:
-        done = _listed(verdict.compared) or "no method"
+        done = _list(verdict.compared) or "no method"
         yield (
             f"No method is recommended: a recommendation needs {COMPARED} methods besides random on at least {FEWEST} "
             f"shared images, and only {done} had them.{ahead}"
@@ -109,7 +109,7 @@ def _best(verdict: Verdict) -> Iterator[str]:
 
 
 def _comparison(verdict: Verdict) -> Iterator[str]:
-    """What a comparison would take."""
+    """What is missing for a comparison."""
     if verdict.about["images"] - len(verdict.failed) < FEWEST:
         yield f"Give at least {FEWEST} images."
     elif len(verdict.about["methods"]) <= COMPARED:
@@ -165,7 +165,7 @@ def _cost(row: MethodResult, best: MethodResult) -> str:
     return f"{times:.{0 if times >= 10 else 1}f} times {'cheaper' if ratio > 1 else 'slower'}"
 
 
-def _others(verdict: Verdict) -> Iterator[str]:
+def _worse(verdict: Verdict) -> Iterator[str]:
     """Methods that are worse than the best, and those that do not beat random."""
     yield _names("Significantly worse", _methods(verdict.having("worse")))
     yield _names("Lower, but stopped for lack of time before that was significant", _methods(verdict.having("behind")))
@@ -184,7 +184,7 @@ def _others(verdict: Verdict) -> Iterator[str]:
         yield "Every method tested beat random."
 
 
-def _beside(verdict: Verdict) -> Iterator[str]:
+def _other_metrics(verdict: Verdict) -> Iterator[str]:
     """The other metrics, and how statements are tested."""
     bad, good = (
         [f"{m} ({r:.2f})" for m, r in verdict.sanity.items() if (r > INSANE) is fails] for fails in (True, False)
@@ -239,7 +239,7 @@ def _missing(verdict: Verdict) -> Iterator[str]:
     why: dict[str, list[str]] = {}
     for method, reason in verdict.left_out.items():
         why.setdefault(reason, []).append(method)
-    yield _names("Left out", [f"{_listed(methods)} ({reason})" for reason, methods in why.items()], ";")
+    yield _names("Left out", [f"{_list(methods)} ({reason})" for reason, methods in why.items()], ";")
     failed = [f"{name} ({reason})" for name, reason in verdict.failed.items()]
     were = "was" if len(failed) == 1 else "were"
     yield _names(f"{plural(len(failed), 'image')} could not be read and {were} skipped", failed, ";")

@@ -28,7 +28,7 @@ from patchlight.study.recommend.gallery import Gallery
 from patchlight.study.recommend.panel import AGREEMENT, Panel
 from patchlight.study.recommend.record import BLANKED, MODEL, UNTRAINED, RaceRecord
 from patchlight.study.run import MeasureOptions, measure
-from patchlight.study.sources import Source, computed_maps, maps_by
+from patchlight.study.sources import Source, compute_maps, map_function
 
 EXPLANATION = "explanation"
 """The step before any metric: computing the map."""
@@ -60,7 +60,7 @@ class Clock:
 
 
 class RaceWorker:
-    """Explains and measures images by their places, and records every cell; `forward` are the seconds of a pass."""
+    """Explains and measures images by their places, and records every cell; `forward` is the time of a pass."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class RaceWorker:
         """Predicted seconds of the missing cells."""
         missing = {metric: self._missing(method, metric, places) for metric in metrics}
         unexplained = [p for p in set().union(*missing.values()) if (method, p) not in self._maps]
-        measuring = sum(len(some) * self.cost(method, metric) for metric, some in missing.items())
+        measuring = sum(len(unmeasured) * self.cost(method, metric) for metric, unmeasured in missing.items())
         return measuring + len(unexplained) * self.cost(method, EXPLANATION)
 
     def seconds_new(self, method: str, images: int) -> float:
@@ -118,9 +118,9 @@ class RaceWorker:
             count = min(GROUP if measured else 1, len(waiting), fitting)
             if count < 1:
                 return False
-            some, waiting = [p for p in waiting[:count] if self.gallery.readable(p)], waiting[count:]
-            if some:
-                self._fill(method, some, metrics)
+            readable, waiting = [p for p in waiting[:count] if self.gallery.readable(p)], waiting[count:]
+            if readable:
+                self._fill(method, readable, metrics)
             self._progress()
         return method not in self.record.left_out
 
@@ -133,9 +133,9 @@ class RaceWorker:
                 warnings.simplefilter("ignore")
                 self._explain(method, places)
                 for metric in metrics:
-                    if some := self._missing(method, metric, places):
-                        with self._failures(method, metric, some):
-                            self._measure(method, metric, some)
+                    if missing := self._missing(method, metric, places):
+                        with self._failures(method, metric, missing):
+                            self._measure(method, metric, missing)
         except Exception as error:  # one method's failure must not end the race
             self.record.leave_out(method, f"it failed: {first_line(error)}")
 
@@ -150,8 +150,8 @@ class RaceWorker:
             for place in places:
                 self.record.add(place, method, metric, error=f"it failed: {first_line(error)}")
 
-    def _spent(self, method: str, metric: str, start: float, images: int) -> float:
-        """Seconds per image since `start`, remembered for predictions."""
+    def _record_seconds(self, method: str, metric: str, start: float, images: int) -> float:
+        """Seconds per image since `start`, recorded for predictions."""
         each = (time.monotonic() - start) / images
         self._costs.setdefault((method, metric), deque(maxlen=LATEST)).append(each)
         return round(each, 6)
@@ -163,21 +163,21 @@ class RaceWorker:
             self._maps[method, place] = self._maps.pop((method, place))
         if missing:
             start = time.monotonic()
-            maps = self._computed(method, missing, self._seed)
-            each = self._spent(method, EXPLANATION, start, len(missing))
+            maps = self._compute(method, missing, self._seed)
+            each = self._record_seconds(method, EXPLANATION, start, len(missing))
             self._maps |= {(method, place): (scores, each) for place, scores in zip(missing, maps, strict=True)}
         while len(self._maps) > len(places) and sum(scores.numel() for scores, _ in self._maps.values()) > MAPS:
             del self._maps[next(iter(self._maps))]
 
-    def _computed(self, method: str, places: Sequence[int], seed: int) -> Tensor:
+    def _compute(self, method: str, places: Sequence[int], seed: int) -> Tensor:
         request, batch = self.panel.methods[method], self.gallery.batch(places)
-        return computed_maps(self.vit, batch, [request], self.targets(places), seed)[0].maps.float().cpu()
+        return compute_maps(self.vit, batch, [request], self.targets(places), seed)[0].maps.float().cpu()
 
     def _measure(self, method: str, metric: str, places: Sequence[int]) -> None:
         start = time.monotonic()
         maps, times = zip(*(self._maps[method, p] for p in places), strict=True)
         columns, reasons = self._columns(method, metric, places, torch.stack(maps))
-        each = self._spent(method, metric, start, len(places))
+        each = self._record_seconds(method, metric, start, len(places))
         for i, place in enumerate(places):
             for label, column in columns.items():
                 value = None if reasons[i] else finite_or_none(float(column[i]))
@@ -190,40 +190,40 @@ class RaceWorker:
     ) -> tuple[dict[str, Tensor], Sequence[str]]:
         """The values [n] of a metric and of its parts, and why some do not exist."""
         if metric == AGREEMENT:
-            agreement = spearman(maps.flatten(1), self._computed(method, places, self._seed + 1).flatten(1))
+            agreement = spearman(maps.flatten(1), self._compute(method, places, self._seed + 1).flatten(1))
             return {metric: agreement.where(maps.flatten(1).isfinite().all(1), torch.nan)}, [""] * len(places)
-        request, made_by = self.panel.metrics[metric], maps_by(self.panel.methods[method])
-        sources = {method: Source(maps.to(self.vit.device), method=made_by, targets=self.targets(places))}
-        options = MeasureOptions(seed=self._seed, progress=False, current=True, kept=self._cache)
+        request, function = self.panel.metrics[metric], map_function(self.panel.methods[method])
+        sources = {method: Source(maps.to(self.vit.device), method=function, targets=self.targets(places))}
+        options = MeasureOptions(seed=self._seed, progress=False, current=True, cache=self._cache)
         outcomes = measure(self.vit, self.gallery.batch(places), sources, {method: [request]}, options)
         evaluation = unwrap(outcomes)[method][metric]
         sides = {"insertion": "lif", "deletion": "mif"} if metric.startswith("srg ") else {}
         parts = {metric.replace("srg", side, 1): evaluation.parts[name] for side, name in sides.items()}
         return {metric: evaluation.values, **parts}, evaluation.reasons
 
-    def untrained(self, method: str, places: Sequence[int]) -> None:
+    def score_untrained(self, method: str, places: Sequence[int]) -> None:
         """Measure the method's score on an untrained copy of the model, for the class that the copy predicts.
 
-        It is measured on as many images as fit, if these are at least six; failures are recorded.
+        As many images are measured as there is time for, but at least six; failures are recorded.
         """
         missing = self._missing(method, UNTRAINED, places)
         per_image = max(MARGIN * self.seconds_new(method, 1), 1e-6)
-        some = missing[: max(0, int(self.clock.left / per_image))]
-        if not some or len(places) - len(missing) + len(some) < FEWEST:
+        chosen = missing[: max(0, int(self.clock.left / per_image))]
+        if not chosen or len(places) - len(missing) + len(chosen) < FEWEST:
             return
-        with warnings.catch_warnings(), self._failures(method, UNTRAINED, some):  # not every model can be copied
+        with warnings.catch_warnings(), self._failures(method, UNTRAINED, chosen):  # not every model can be copied
             warnings.simplefilter("ignore")
             if UNTRAINED not in self._cache:
                 copy = twin(self.vit)
                 copy.model.load_state_dict(random_parameters(self.vit.model, self._seed), strict=False)
                 self._cache[UNTRAINED] = copy
             metrics = [self.panel.metrics[label] for label in self.panel.deciding]
-            options = MeasureOptions(seed=self._seed, batch_size=len(some), progress=False)
+            options = MeasureOptions(seed=self._seed, batch_size=len(chosen), progress=False)
             sources = {method: self.panel.methods[method]}
-            outcomes = measure(self._cache[UNTRAINED], self.gallery.batch(some), sources, {method: metrics}, options)
+            outcomes = measure(self._cache[UNTRAINED], self.gallery.batch(chosen), sources, {method: metrics}, options)
             scores = unwrap(outcomes)[method]
             signed = [self.panel.sign(label) * evaluation.values for label, evaluation in scores.items()]
-            for place, value in zip(some, torch.stack(signed).mean(0).tolist(), strict=True):
+            for place, value in zip(chosen, torch.stack(signed).mean(0).tolist(), strict=True):
                 self.record.add(place, method, UNTRAINED, finite_or_none(value))
         self._progress()
 
@@ -239,21 +239,21 @@ class RaceWorker:
         """Measure the class's score, and its change when each fill replaces the whole image."""
         requests = [self.panel.metrics[label] for label in self.panel.deciding]
         fills = {str(r.settings["fill"]): r.settings["fill"] for r in requests if "fill" in r.settings}
-        some = [p for p in self._missing(MODEL, "score", places) if self.gallery.readable(p)]
-        if not some or not fills:
+        missing = [p for p in self._missing(MODEL, "score", places) if self.gallery.readable(p)]
+        if not missing or not fills:
             return
-        batch, targets, score = self.gallery.batch(some), self.targets(some), _score(requests[0], self.vit)
-        every, nothing = torch.arange(len(batch)), torch.zeros_like(batch[:, :1], dtype=torch.bool)
+        batch, targets, score = self.gallery.batch(missing), self.targets(missing), _score(requests[0], self.vit)
+        rows, nothing = torch.arange(len(batch)), torch.zeros_like(batch[:, :1], dtype=torch.bool)
 
         def scores(images: Tensor) -> Tensor:
             return target_scores(self.vit.logits(images), targets, score, self.vit.outputs).flatten()
 
         columns = {"score": scores(batch)}
         for name, fill in fills.items():
-            empty = painted(batch, fill_images(fill, batch, self.vit, self._seed), every, nothing)
+            empty = painted(batch, fill_images(fill, batch, self.vit, self._seed), rows, nothing)
             columns[f"{BLANKED} {name}"] = scores(empty) - columns["score"]
         for label, column in columns.items():
-            for place, value in zip(some, column.tolist(), strict=True):
+            for place, value in zip(missing, column.tolist(), strict=True):
                 self.record.add(place, MODEL, label, finite_or_none(value))
 
 
