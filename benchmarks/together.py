@@ -358,14 +358,14 @@ def store(data: Path, lines: Path, folder: Path) -> None:
     from patchlight.bench.manifest import write_manifest
     from patchlight.bench.plan import load_model, plan
     from patchlight.bench.recipe import Overrides, override, read_recipe
-    from patchlight.bench.rows import Done, Facts, KnownValue, ResultRow, map_bytes, maps_from, table_bytes
+    from patchlight.bench.rows import Facts, ImageMap, ResultRow, UnitResult, map_bytes, stack_maps, table_bytes
     from patchlight.bench.store import Store
     from patchlight.bench.unit import Resources
 
     answers = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     answers = [answer for answer in answers if "cells" in answer]
     recipe, text = read_recipe(lines.stem)
-    known: dict[tuple[str, str, str, str], KnownValue] = {}
+    measured: dict[tuple[str, str, str, str], tuple[ResultRow, Any]] = {}
     seen: dict[str, dict[str, None]] = {}
     facts: dict[str, Facts] = {}
     for answer in answers:
@@ -386,7 +386,7 @@ def store(data: Path, lines: Path, folder: Path) -> None:
                     name, method, metric, cell["values"][name], note, error, answer["targets"][i], None, parts,
                     measure, explain, shared, model,
                 )  # fmt: skip
-                known[model, method, metric, name] = KnownValue(row, map=maps[method][i] if method in maps else None)
+                measured[model, method, metric, name] = row, maps[method][i] if method in maps else None
     changes: dict[str, Any] = {}
     if recipe.data.kind == "imagenet":
         weights = [str(data / "weights" / f"{name}_imagenet1k.safetensors") for name in MODELS]
@@ -401,19 +401,18 @@ def store(data: Path, lines: Path, folder: Path) -> None:
     manifest = _manifest(planned, RunOptions(text=text), Resources("cuda", 1024), None, [])
     write_manifest(runs.manifest_path, manifest)
     for group in planned.groups:
-        vit, rows, drawn = load_model(group.model, "cpu"), [], dict[str, dict[str, KnownValue]]()
+        vit, rows, drawn = load_model(group.model, "cpu"), [], dict[str, dict[str, ImageMap]]()
         unit = planned.unit(group, 0, len(planned.images))
-        for pair in group.made:
+        for pair in group.hashes:
             for cell, name in zip(unit.cells(pair), unit.images.names, strict=True):
-                value = known.get((group.label, *pair, name))
-                if value is not None:
-                    value = replace(value, row=replace(value.row, cell=cell), preprocess=vit.preprocess)
-                    rows.append(value.row)
-                    if value.map is not None:
-                        explained = replace(value, explained=vit.label(value.row.target or 0))
-                        drawn.setdefault(pair[0], {}).setdefault(name, explained)
-        done_rows = Done(rows, maps_from(group.label, unit.images.names, drawn), facts)
-        runs.keep(unit.key, table_bytes(done_rows), map_bytes(done_rows.maps))
+                row, scores = measured.get((group.label, *pair, name), (None, None))
+                if row is not None:
+                    rows.append(replace(row, cell=cell))
+                    if scores is not None:
+                        image_map = ImageMap(scores, vit.label(row.target or 0), vit.preprocess)
+                        drawn.setdefault(pair[0], {}).setdefault(name, image_map)
+        result = UnitResult(rows, stack_maps(group.label, unit.images.names, drawn), facts)
+        runs.write(unit.key, table_bytes(result), map_bytes(result.maps))
 
 
 def main() -> None:

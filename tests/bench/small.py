@@ -95,6 +95,6 @@ def cells(whole: Plan) -> dict[tuple[str, str, str, str], str]:
     return {
         (unit.group.label, name, *pair): cell
         for unit in units(whole)
-        for pair in unit.group.made
+        for pair in unit.group.hashes
         for name, cell in zip(unit.images.names, unit.cells(pair), strict=True)
     }

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from patchlight.bench import contents as room
-from patchlight.bench.contents import cache_folder, content_of, contents, file_hash, planned_sample
+from patchlight.bench.contents import cache_folder, content_of, contents, file_hash, read_planned
 from patchlight.core.errors import PatchlightError
 from patchlight.data import Data, Sample, open_data
 from tests.data.files import picture, save_array, write
@@ -139,7 +139,7 @@ def test_a_missing_file_differs_from_one_that_is_there(folder: Path) -> None:
     assert after[1:] == before[1:]
     assert content_of(data, 0) == after[0][0]
     with pytest.raises(PatchlightError, match="no image at"):
-        planned_sample(data, 0, before[0][0])
+        read_planned(data, 0, before[0][0])
 
 
 def test_what_is_no_image_fails_when_it_is_read(folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_is_no_image_fails_when_it_is_read(folder: Path) -> None:
     assert known == {"labels"}
     assert content_of(data, 0) == content
     with pytest.raises(PatchlightError, match="not a readable image"):
-        planned_sample(data, 0, content)
+        read_planned(data, 0, content)
 
 
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
@@ -164,7 +164,7 @@ def test_classes_may_be_numbered_otherwise(folder: Path) -> None:
     planned = [content for content, _ in found(folder)]
     data = open_data("folder", folder, classes=["bird", "cat", "dog"])
     for i, content in enumerate(planned):
-        assert planned_sample(data, i, content).name == data.names[i]
+        assert read_planned(data, i, content).name == data.names[i]
 
 
 def made_up(**changed: Any) -> Data:
@@ -188,12 +188,12 @@ def test_without_files_pixels_are_hashed(changed: dict[str, Any], known: set[str
     ((content, have),) = contents(data, [0], "", quiet)
     assert have == known
     assert not list(cache_folder().rglob("*.json"))
-    assert planned_sample(data, 0, content).name == "a"
+    assert read_planned(data, 0, content).name == "a"
     plain = contents(made_up(), [0], "", quiet)[0][0]
     assert (content == plain) == (not changed)
     if changed and "label" not in changed:
         with pytest.raises(PatchlightError, match="has changed"):
-            planned_sample(made_up(), 0, content)
+            read_planned(made_up(), 0, content)
 
 
 def folder_data(root: Path) -> tuple[str, list[Path]]:
@@ -271,9 +271,9 @@ def test_every_file_counts(make: Callable[[Path], tuple[str, list[Path]]], tmp_p
             changed(path)
         data = open_data(kind, tmp_path / "set")
         content = contents(data, [0], str(tmp_path / "set"), quiet)[0][0]
-        assert planned_sample(data, 0, content).name == data.names[0]
+        assert read_planned(data, 0, content).name == data.names[0]
         for earlier in (one for one in seen if one.partition("-")[0] != content.partition("-")[0]):
             with pytest.raises(PatchlightError, match="has changed"):
-                planned_sample(data, 0, earlier)
+                read_planned(data, 0, earlier)
         seen.add(content)
     assert len(seen) == len(files) + 1

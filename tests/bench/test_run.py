@@ -330,7 +330,7 @@ def test_of_several_files_the_one_without_failures_is_believed(images: Path, tmp
     for own in store.files().values():
         store.set_aside(own)
     known = store.before(unit)
-    assert set(known) == {cell for pair in unit.group.made for cell in unit.cells(pair)}
+    assert set(known) == {cell for pair in unit.group.hashes for cell in unit.cells(pair)}
     assert not any(one.row.error or one.map is None for one in known.values())
 
 

@@ -61,9 +61,9 @@ def contents(data: Data, indices: Sequence[int], path: str, listen: Listener) ->
     return results
 
 
-def content_of(data: Data, index: int, path: str = "") -> str:
+def content_of(data: Data, index: int) -> str:
     """The hash of a sample's present content, as in `contents`, without the cache."""
-    return _content(data, index, path, file_hash)[0]
+    return _content(data, index, "", file_hash)[0]
 
 
 def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) -> bool:
@@ -78,7 +78,7 @@ def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) ->
     return all(not end or end == _class_digest(data, label) for end, label in zip(ends, labels, strict=True))
 
 
-def planned_sample(data: Data, index: int, content: str) -> Sample:
+def read_planned(data: Data, index: int, content: str) -> Sample:
     """Read a sample and check its content against the planned hash.
 
     The class is not checked: its index may have changed since the run was planned.
@@ -93,26 +93,26 @@ def planned_sample(data: Data, index: int, content: str) -> Sample:
 
 def _content(data: Data, index: int, path: str, hash_of: Callable[[Path], str]) -> Content:
     try:
-        return _read(data, index) if data.sources is None else _unread(data, data.names[index], hash_of)
+        return _content_by_pixels(data, index) if data.sources is None else _content_by_files(data, index, hash_of)
     except OSError as error:
         return json_digest(error.strerror or type(error).__name__), None
     except PatchlightError as error:
         return json_digest(str(error).replace(path, "") if path else str(error)), None
 
 
-def _unread(data: Data, name: str, hash_of: Callable[[Path], str]) -> Content:
+def _content_by_files(data: Data, index: int, hash_of: Callable[[Path], str]) -> Content:
     """The content of a sample by its files."""
     assert data.sources is not None
-    sources = data.sources(name)
-    drawn = json_digest([[hash_of(file) for file in sources.files], sources.values])
-    return f"{drawn}-{_class_digest(data, sources.label)}", sources.annotations
+    sources = data.sources(data.names[index])
+    digest = json_digest([[hash_of(file) for file in sources.files], sources.values])
+    return f"{digest}-{_class_digest(data, sources.label)}", sources.annotations
 
 
-def _read(data: Data, index: int) -> Content:
+def _content_by_pixels(data: Data, index: int) -> Content:
     """The content of a sample by its pixels."""
     sample = data[index]
-    drawn = {"labels": sample.label, "boxes": sample.boxes, "masks": sample.mask}
-    annotations = {kind for kind, value in drawn.items() if value is not None}
+    values = {"labels": sample.label, "boxes": sample.boxes, "masks": sample.mask}
+    annotations = {kind for kind, value in values.items() if value is not None}
     annotations |= {"labels", "masks"} if sample.regions is not None else set()
     return f"{sample_digest(sample)}-{_class_digest(data, sample.label)}", annotations
 
@@ -126,11 +126,11 @@ def _class_digest(data: Data, label: int | None) -> str:
 
 def sample_digest(sample: Sample) -> str:
     """The hash of a sample's pixels, boxes and mask, without its class."""
-    drawn = [sample.boxes, sample.mask, sample.regions]
-    shapes = [None if t is None else [str(t.dtype), *t.shape] for t in drawn]
+    tensors = [sample.boxes, sample.mask, sample.regions]
+    shapes = [None if t is None else [str(t.dtype), *t.shape] for t in tensors]
     hashed = hashlib.sha256(json.dumps([sample.image.mode, sample.image.size, shapes]).encode())
     hashed.update(sample.image.tobytes())
-    for tensor in drawn:
+    for tensor in tensors:
         if tensor is not None:
             hashed.update(tensor.contiguous().numpy().tobytes())
     return hashed.hexdigest()[:16]

@@ -92,7 +92,7 @@ def _estimated(plan: Plan, group: Group, device: str, limit: float) -> Estimated
         model=group.label,
         methods=tuple(group.methods),
         images=len(plan.images),
-        values=len(plan.images) * len(group.made),
+        values=len(plan.images) * len(group.hashes),
         batch_size=group.batch_size,
         seconds=best / images,
         forwards=forwards / images,

@@ -26,7 +26,7 @@ import torch
 
 from patchlight.bench.events import Listener
 from patchlight.bench.plan import Unit
-from patchlight.bench.rows import Done, KnownValues
+from patchlight.bench.rows import CellValues, UnitResult
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.core.errors import PatchlightError
 from patchlight.core.plugins import load_plugin, loaded_files
@@ -40,7 +40,7 @@ class WorkerDied(Exception):
 class Finished:
     """The result of a unit, and the seconds it took."""
 
-    done: Done
+    result: UnitResult
     seconds: float
 
 
@@ -51,20 +51,20 @@ class Executor(Protocol):
     def slots(self) -> int:
         """How many units may run at once."""
 
-    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
-        """Run a unit, except for the values that are known."""
+    def submit(self, unit: Unit, measured: CellValues) -> Future[Finished]:
+        """Run a unit, except for values that were measured before."""
 
     def close(self) -> None:
         """End all workers at once."""
 
 
 def run_timed(
-    unit: Unit, resources: Resources, measured: KnownValues, listen: Listener = lambda event: None
+    unit: Unit, resources: Resources, measured: CellValues, listen: Listener = lambda event: None
 ) -> Finished:
     """Run a unit in this process."""
     begin = time.perf_counter()
-    done = run_unit(unit, resources, measured, listen)
-    return Finished(done, time.perf_counter() - begin)
+    result = run_unit(unit, resources, measured, listen)
+    return Finished(result, time.perf_counter() - begin)
 
 
 class InProcess:
@@ -75,7 +75,7 @@ class InProcess:
     def __init__(self, resources: Resources, listen: Listener) -> None:
         self.resources, self.listen = resources, listen
 
-    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: CellValues) -> Future[Finished]:
         future: Future[Finished] = Future()
         future.set_result(run_timed(unit, self.resources, measured, self.listen))
         return future
@@ -113,7 +113,7 @@ class Workers:
             1, multiprocessing.get_context("spawn"), _prepare_worker, (str(self._log(number).resolve()),)
         )
 
-    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: CellValues) -> Future[Finished]:
         number = next(i for i in range(len(self.pools)) if i not in self.busy)
         self.busy.add(number)
         outcome: Future[Finished] = Future()
@@ -186,8 +186,8 @@ def worker_job(resources: Resources, threads: int) -> str:
 
 
 @lru_cache(maxsize=1)
-def _prepared(job: str) -> Resources:
-    """Prepare a worker process for a run, once: load its plugins and change to its working directory."""
+def _prepare_job(job: str) -> Resources:
+    """Prepare a worker process for a run, once: change to its working directory and load its plugins."""
     shared = json.loads(job)
     with contextlib.suppress(OSError):
         os.chdir(shared["folder"])
@@ -200,9 +200,9 @@ def _prepared(job: str) -> Resources:
     return Resources(shared["device"], shared["chunk"])
 
 
-def execute(job: str, unit: bytes, measured: KnownValues, device: str = "") -> Finished:
-    """Run a pickled unit in a worker process, which has the plugins of the run first."""
-    resources = _prepared(job)
+def execute(job: str, unit: bytes, measured: CellValues, device: str = "") -> Finished:
+    """Run a pickled unit in a worker process, after the plugins of the run are loaded."""
+    resources = _prepare_job(job)
     return run_timed(pickle.loads(unit), Resources(device or resources.device, resources.chunk), measured)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def _examples(run: RunTables, model: str, paths: PathRemover) -> Iterator[Exampl
         return
     best, worst = extremes(columns[leader].values, columns[leader].higher_is_better, EXAMPLES)
     chosen = [*(("best", i) for i in best), *(("worst", i) for i in worst)]
-    data, names = _open_data(run), run.results.images[model]
+    data, names = None, run.results.images[model]
+    with contextlib.suppress(PatchlightError):
+        data = run.recipe.data.open()
     maps = run.store.maps(model, [names[i] for _, i in chosen])
     for title, i in chosen:
         name, index = names[i], run.manifest.images.indices[i]
@@ -125,22 +128,12 @@ def _examples(run: RunTables, model: str, paths: PathRemover) -> Iterator[Exampl
         )
 
 
-def _open_data(run: RunTables) -> Data | None:
-    """The data of a run, if it still exists."""
-    try:
-        return run.recipe.data.open()
-    except PatchlightError:
-        return None
-
-
 def _photo(data: Data | None, index: int, name: str) -> Image | None:
     """The photograph, if it still exists."""
-    if data is None or index >= len(data) or data.names[index] != name:
-        return None
-    try:
-        return data[index].image
-    except PatchlightError:
-        return None
+    if data is not None and index < len(data) and data.names[index] == name:
+        with contextlib.suppress(PatchlightError):
+            return data[index].image
+    return None
 
 
 def _overlays(maps: Maps, place: int, photo: Image | None) -> Iterator[tuple[str, str]]:

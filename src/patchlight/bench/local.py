@@ -19,7 +19,7 @@ from patchlight.bench.executors import Executor, Finished, InProcess, WorkerDied
 from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_manifest
 from patchlight.bench.plan import WHOLE, Group, Plan, Shard, Unit, load_model, plan, source_digest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import KnownValues, map_bytes, table_bytes
+from patchlight.bench.rows import CellValues, map_bytes, table_bytes
 from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, assemble_unit, load_planned, lost_unit, open_data
 from patchlight.core.attribution import versions
@@ -77,9 +77,14 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcome of a run: how many values the complete run has, existed `before`, and were stored `now`.
+    """The outcome of a run.
 
-    `reused` of these were measured by earlier plans; `left` are missing because the run was stopped.
+    Attributes:
+        values: Number of values of the complete run.
+        before: Number of values that existed before.
+        now: Number of values that were stored.
+        reused: Number of stored values that earlier plans measured.
+        left: Number of values that are missing because the run was stopped.
     """
 
     values: int
@@ -128,7 +133,7 @@ def run(
     devices = devices_of(options.device)
     workers = options.workers or len(devices)
     store.make(options.shard)
-    with store.owned(options.shard):
+    with store.own(options.shard):
         threads = options.threads or (max(1, cores() // workers) if workers > 1 else None)
         prepared = prepare_run(store, recipe, options, devices[0], threads, listen)
         executor: Executor
@@ -145,7 +150,7 @@ def run(
 def prepare_run(
     store: Store, recipe: Recipe, options: RunOptions, device: str, threads: int | None, listen: Listener
 ) -> PreparedRun:
-    """Plan the run and bring the folder in line with the plan; an error if another process uses another plan."""
+    """Plan the run and update the folder to the plan; an error if another process uses another plan."""
     folder = store.folder_of(options.shard)
     earlier = store.read_manifest()
     check_same_run(store, earlier, recipe, device)
@@ -157,21 +162,20 @@ def prepare_run(
     with store.planning():
         earlier = store.read_manifest()  # another shard may have written it: its chunk size and threads are used
         check_same_run(store, earlier, recipe, device)
-        others = [other for other in store.busy() if other != folder]
-        alone = not others
-        if earlier is not None and earlier.plan != planned.key and others:
+        busy = [other for other in store.busy() if other != folder]
+        if earlier is not None and earlier.plan != planned.key and busy:
             raise PatchlightError(
-                f"{store.worker(others[0])}, on another plan (other settings, images, weights or version of "
+                f"{store.worker(busy[0])}, on another plan (other settings, images, weights or version of "
                 "Patchlight); wait until it ends, or use another --out"
             )
         resources, notes = _resources(earlier, device, planned, options.data, threads)
-        scope = store.shards() if alone else [folder]
+        scope = [folder] if busy else store.shards()
         store.sweep(scope)
         notes += [f"{damage} and is measured again" for damage in store.drop_damaged(scope)]
-        if alone or earlier is None:
+        if not busy or earlier is None:
             notes += store.arrange(planned)  # so that no row is read under another plan
             write_manifest(store.manifest_path, _manifest(planned, options, resources, earlier, notes))
-        for files in store.failed(scope if options.shard == WHOLE else [folder]) if options.retry else ():
+        for files in store.failed_units(scope if options.shard == WHOLE else [folder]) if options.retry else ():
             store.set_aside(files)
     return PreparedRun(store, planned, resources, tuple(notes))
 
@@ -181,7 +185,7 @@ class Flight:
     """A unit that is running, the values that earlier plans measured, and how many processes died while running it."""
 
     unit: Unit
-    measured: KnownValues
+    measured: CellValues
     deaths: int = 0
 
 
@@ -207,7 +211,7 @@ def work(
                 flight = again.pop() if again else _next(cutter, slots, store, options.retry, listen)
                 if flight is None:
                     break
-                flying[_submitted(flight, executor)] = flight
+                flying[_submit(flight, executor)] = flight
             if not flying and (stop.is_set() or not (again or cutter.left)):
                 break
             if not flying:  # no worker is available
@@ -221,17 +225,17 @@ def work(
                     flight.deaths += 1
                     again.append(flight)
                     continue
-                unit, rows = flight.unit, finished.done.rows
+                unit, result = flight.unit, finished.result
                 if not store.folder.is_dir():
                     raise PatchlightError(
                         f"'{store.folder}' is missing: the folder was moved or deleted during the run; run again with "
                         "--out DIR, its place now"
                     )
-                store.keep(unit.key, table_bytes(finished.done), map_bytes(finished.done.maps), folder)
-                if not flight.measured and not all(row.error for row in rows):
-                    cutter.time(unit, finished.seconds)
+                store.write(unit.key, table_bytes(result), map_bytes(result.maps), folder)
+                if not flight.measured and not all(row.error for row in result.rows):
+                    cutter.record_time(unit, finished.seconds)
                 now, reused = now + unit.values, reused + len(flight.measured)
-                listen(UnitEnd(unit.key, unit.values, finished.seconds, rows, len(flight.measured)))
+                listen(UnitEnd(unit.key, unit.values, finished.seconds, result.rows, len(flight.measured)))
     finally:
         executor.close()
     failures = store.failures(store.shards() if options.shard == WHOLE else [folder])
@@ -249,15 +253,16 @@ def _next(cutter: Cutter, workers: int, store: Store, retry: bool, listen: Liste
     return Flight(unit, store.before(unit, failed_too=not retry))
 
 
-def _submitted(flight: Flight, executor: Executor) -> Future[Finished]:
+def _submit(flight: Flight, executor: Executor) -> Future[Finished]:
     """Start a unit; no worker is needed if all its values were measured or too many processes died of it."""
     if len(flight.measured) < flight.unit.values and flight.deaths < DEATHS:
         return executor.submit(flight.unit, flight.measured)
-    future: Future[Finished] = Future()
     if flight.deaths >= DEATHS:
-        future.set_result(Finished(lost_unit(flight.unit, f"{flight.deaths} processes died while they ran it"), 0.0))
+        result = lost_unit(flight.unit, f"{flight.deaths} processes died while they ran it")
     else:
-        future.set_result(Finished(assemble_unit(flight.unit, flight.measured), 0.0))
+        result = assemble_unit(flight.unit, flight.measured)
+    future: Future[Finished] = Future()
+    future.set_result(Finished(result, 0.0))
     return future
 
 
@@ -285,7 +290,7 @@ class Cutter:
     @property
     def left(self) -> int:
         """The number of values that are not in a unit yet."""
-        return sum(self._images(group) * len(group.made) for group in self.plan.groups)
+        return sum(self._images(group) * len(group.hashes) for group in self.plan.groups)
 
     def _images(self, group: Group) -> int:
         total = len(self.plan.images)
@@ -309,7 +314,7 @@ class Cutter:
         self.todo[group.key] = todo[count:]
         return self.plan.unit(group, todo[0], min(todo[0] + count * size, len(self.plan.images)))
 
-    def time(self, unit: Unit, seconds: float) -> None:
+    def record_time(self, unit: Unit, seconds: float) -> None:
         """Record the time of a unit; the fastest counts, because the first includes warm-up."""
         each = seconds / len(unit.images)
         self.seconds[unit.group.key] = min(each, self.seconds.get(unit.group.key, each))
@@ -383,7 +388,7 @@ def _manifest(
         models={group.label: group.digest for group in planned.groups},
         classes=planned.groups[0].classes,
         made={
-            method: {metric: group.made[method, metric] for metric in planned.recipe.metrics}
+            method: {metric: group.hashes[method, metric] for metric in planned.recipe.metrics}
             for group in planned.groups
             for method in group.methods
         },

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchlight.bench.manifest import Manifest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import SCHEMA, TIMING, joined_maps, known_columns
+from patchlight.bench.rows import SCHEMA, TIMING, join_maps, without_newer_columns
 from patchlight.bench.store import Files, Store
 from patchlight.core.errors import PatchlightError, nearest
 from patchlight.core.files import FORMULA
@@ -25,7 +25,6 @@ from patchlight.core.text import plural
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-ORDER = ["model", "method", "image"]
 PER_IMAGE = ("model", "image", "target", "method", "metric", "value", *TIMING, "shared_by", "note", "error")
 """The columns that fit into a spreadsheet."""
 
@@ -77,23 +76,21 @@ class Opened:
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """The rows of one unit at a time, ordered by model, method and image."""
-        names = _checked_names(columns)
+        names = _column_names(columns)
         for files in self._in_order():
             table = files.table(None if columns is None else names)
             if table is not None:
-                yield known_columns(table).select(names).replace_schema_metadata()
+                yield without_newer_columns(table).select(names).replace_schema_metadata()
 
     def _in_order(self) -> list[Files]:
-        orders: list[Iterable[str]] = [self.recipe.models, self.recipe.methods, self.images]
-        places = {
-            column: {name: i for i, name in enumerate(names)} for column, names in zip(ORDER, orders, strict=True)
-        }
+        names: dict[str, Iterable[str]]
+        names = {"model": self.recipe.models, "method": self.recipe.methods, "image": self.images}
+        places = {column: {name: i for i, name in enumerate(each)} for column, each in names.items()}
         indices = []
         for files in self.store.files().values():
-            table = files.table(ORDER)
-            if table is not None and len(table):
-                first = table.slice(0, 1).to_pylist()[0]
-                indices.append(([places[column].get(first[column], -1) for column in ORDER], files))
+            table = files.table(list(places))
+            for first in () if table is None else table.slice(0, 1).to_pylist():
+                indices.append(([place.get(first[column], -1) for column, place in places.items()], files))
         return [files for _, files in sorted(indices, key=lambda pair: pair[0])]
 
     def table(self, columns: Sequence[str] | None = None) -> Any:
@@ -102,7 +99,7 @@ class Opened:
         Args:
             columns: The columns to read; all by default.
         """
-        names, tables = _checked_names(columns), list(self.tables(columns))
+        names, tables = _column_names(columns), list(self.tables(columns))
         return pa.concat_tables(tables) if tables else pa.schema(map(SCHEMA.field, names)).empty_table()
 
     def frame(self, columns: Sequence[str] | None = None) -> DataFrame:
@@ -115,9 +112,9 @@ class Opened:
             if label not in names:
                 raise PatchlightError(f"the run has no {what} '{label}'; {nearest(label, names)}")
         parts = (files.read_maps() for files in self.store.files().values())
-        joined = joined_maps(parts, model, method, self.images)
-        scores = joined.scores.get(method, torch.empty(0, 0, 0))
-        return MethodMaps(scores, tuple(joined.images), tuple(joined.classes))
+        maps = join_maps(parts, model, self.images, method)
+        scores = maps.scores.get(method, torch.empty(0, 0, 0))
+        return MethodMaps(scores, tuple(maps.images), tuple(maps.classes))
 
     def __repr__(self) -> str:
         recipe = self.recipe
@@ -162,8 +159,8 @@ def _spreadsheet(table: Any) -> Any:
     return table
 
 
-def _checked_names(columns: Sequence[str] | None) -> list[str]:
-    """The columns to read; all by default."""
+def _column_names(columns: Sequence[str] | None) -> list[str]:
+    """The columns to read, all by default; an unknown column is an error."""
     unknown = next((name for name in columns or () if name not in SCHEMA.names), None)
     if unknown is not None:
         raise PatchlightError(f"rows have no column '{unknown}'; {nearest(unknown, SCHEMA.names)}")

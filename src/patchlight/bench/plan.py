@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.spec import ModelSpec
 from patchlight.bench.code import describe_value
-from patchlight.bench.contents import contents, planned_sample, same_classes
+from patchlight.bench.contents import contents, read_planned, same_classes
 from patchlight.bench.events import Listener
 from patchlight.bench.recipe import Recipe
 from patchlight.core.errors import PatchlightError
@@ -30,7 +30,7 @@ NOT_MEASURING = (
 MEASURING = tuple(Path("bench", name) for name in ("code.py", "contents.py", "plan.py", "recipe.py", "unit.py"))
 """Modules of the benchmark on which values depend."""
 TOGETHER = 4
-"""Methods of a shared pass per unit, at most, if metrics run the model: measuring then takes longer than the pass."""
+"""Most methods of a shared pass per unit, if metrics run the model: measuring then takes longer than the pass."""
 Pair = tuple[str, str]
 """The labels of a method and of a metric."""
 
@@ -67,7 +67,7 @@ class Group:
         recipe: The recipe.
         label: The model's label in the recipe.
         methods: The methods' labels in the recipe.
-        made: Hash of each method under each metric: names, settings and code.
+        hashes: Hash of each method under each metric: names, settings and code.
         digest: Hash of the model as it was loaded.
         classes: Hash of the data's class names.
     """
@@ -75,7 +75,7 @@ class Group:
     recipe: Recipe
     label: str
     methods: tuple[str, ...]
-    made: Mapping[Pair, str]
+    hashes: Mapping[Pair, str]
     digest: str
     classes: str
     batch_size: int
@@ -97,8 +97,8 @@ class Group:
 
     @cached_property
     def key(self) -> str:
-        made = [[*pair, made] for pair, made in self.made.items()]
-        return json_digest([self.label, self.place, made, self.batch_size])
+        hashes = [[*pair, digest] for pair, digest in self.hashes.items()]
+        return json_digest([self.label, self.place, hashes, self.batch_size])
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Unit:
 
     def cells(self, pair: Pair) -> list[str]:
         """For each image, the hash of everything that the method's value under the metric depends on."""
-        common = f"{self.group.place} {self.group.made[pair]} "
+        common = f"{self.group.place} {self.group.hashes[pair]} "
         images = zip(self.images.names, self.images.contents, strict=True)
         return [hashlib.sha256(f"{common}{content} {name}".encode()).hexdigest()[:16] for name, content in images]
 
@@ -126,7 +126,7 @@ class Unit:
 
     @property
     def values(self) -> int:
-        return len(self.images) * len(self.group.made)
+        return len(self.images) * len(self.group.hashes)
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,11 @@ class Plan:
 
     @property
     def values(self) -> int:
-        return len(self.images) * sum(len(group.made) for group in self.groups)
+        return len(self.images) * sum(len(group.hashes) for group in self.groups)
 
     @cached_property
     def key(self) -> str:
-        every = [[group.key for group in self.groups], self.images.names, self.images.contents]
-        return json_digest(every)
+        return json_digest([[group.key for group in self.groups], self.images.names, self.images.contents])
 
 
 @cache
@@ -237,10 +236,10 @@ def hash_pairs(recipe: Recipe) -> dict[Pair, str]:
         settings, score = describe_value(request.settings), describe_value(request.score)
         methods[label] = json_digest([request.name, settings, score, code, depends])
     pairs = {}
-    for label, made in methods.items():
+    for label, digest in methods.items():
         for name, metric in recipe.metrics.items():
-            measured = recipe.methods[label].measured_by(metric)
-            pairs[label, name] = json_digest([made, describe_value(measured.metric), describe_value(measured.settings)])
+            request = recipe.methods[label].measured_by(metric)
+            pairs[label, name] = json_digest([digest, describe_value(request.metric), describe_value(request.settings)])
     return pairs
 
 
@@ -260,25 +259,25 @@ def plan(
         data: A data set in Python that replaces the recipe's data.
         listen: Called with a `Planning` event every two seconds.
         device: Where models are loaded.
-        known: Images of an earlier plan, whose hashes are reused; each image is checked again when it is read.
+        earlier_images: Images of an earlier plan, whose hashes are reused; each image is checked when it is read.
     """
-    made = hash_pairs(recipe)
+    pair_hashes = hash_pairs(recipe)
     data = recipe.data.open() if data is None else data
-    chosen, notes = _chosen(recipe, data)
+    chosen, notes = _choose_images(recipe, data)
     names = tuple(data.names[i] for i in chosen)
     same = earlier_images is not None and (earlier_images.names, earlier_images.indices) == (names, tuple(chosen))
     if earlier_images is None or not same or not same_classes(data, chosen, earlier_images.contents):
         read = contents(data, chosen, recipe.data.path, listen)
         earlier_images = Images(tuple(chosen), names, tuple(content for content, _ in read))
-        notes += _missing(recipe, [drawn for _, drawn in read if drawn is not None])
+        notes += _missing(recipe, [annotations for _, annotations in read if annotations is not None])
     classes = json_digest(data.labels and list(data.labels))
     load_model.cache_clear()  # weights may have changed
     groups = []
     for label, model in recipe.models.items():
         vit = load_model(model, device)
         digest = model_digest(vit)
-        for methods in _together(recipe):
-            hashes = {pair: value for pair, value in made.items() if pair[0] in methods}
+        for methods in group_methods(recipe):
+            hashes = {pair: value for pair, value in pair_hashes.items() if pair[0] in methods}
             size = _batch_size(recipe, methods, vit.device.type)
             groups.append(Group(recipe, label, tuple(methods), hashes, digest, classes, size))
     return Plan(recipe, tuple(groups), earlier_images, tuple(notes))
@@ -290,7 +289,7 @@ def _metrics_run_model(recipe: Recipe) -> bool:
     return any(metric.ablates or metric.explains for metric in metrics)
 
 
-def _together(recipe: Recipe) -> list[list[str]]:
+def group_methods(recipe: Recipe) -> list[list[str]]:
     """The methods of each group, in the order of their first methods.
 
     Methods that share a pass form groups, of at most `TOGETHER` if metrics take longer; other methods are alone.
@@ -317,12 +316,12 @@ def as_planned(data: Data, images: Images) -> Data:
         index, content = planned[name]
         if not (index < len(data) and data.names[index] == name):
             raise PatchlightError(f"'{name}' has changed since the run was planned; run the same command again")
-        return planned_sample(data, index, content)
+        return read_planned(data, index, content)
 
     return replace(data, names=images.names, read=read)
 
 
-def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
+def _choose_images(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
     """Indices of the images to use, and a note if there are fewer than requested."""
     chosen, requested = recipe.data.select_indices(data.names, recipe.seed), recipe.data.images
     if requested is None or len(chosen) == requested:
@@ -333,14 +332,14 @@ def _chosen(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]]:
 
 def _missing(recipe: Recipe, annotations: Sequence[set[str]]) -> list[str]:
     """A note for each metric whose annotations no image has; an error if that is true of all metrics."""
-    have = set().union(*annotations)
+    available = set().union(*annotations)
     if not annotations:
         return []
-    if recipe.target == "label" and "labels" not in have:
+    if recipe.target == "label" and "labels" not in available:
         raise PatchlightError("the recipe explains the images' labels, but the data has none; use --target prediction")
     lacking = {}
     for label, spec in recipe.metrics.items():
-        lacking[label] = [need for need in sorted(spec.request.metric.needs) if not have & set(need.split(" or "))]
+        lacking[label] = [need for need in sorted(spec.request.metric.needs) if not available & set(need.split(" or "))]
     needs = [f"'{label}' needs {' and '.join(missing)}" for label, missing in lacking.items() if missing]
     where = f"the '{recipe.data.kind}' data at '{recipe.data.path}' has none"
     if len(needs) == len(lacking):

@@ -31,7 +31,7 @@ from patchlight.bench.executors import Finished, WorkerDied, worker_job
 from patchlight.bench.local import PAUSE, PreparedRun, RunOptions, Summary, prepare_run, work
 from patchlight.bench.plan import Unit, load_model, source_digest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import KnownValues
+from patchlight.bench.rows import CellValues
 from patchlight.bench.store import Store
 from patchlight.core.attribution import versions
 from patchlight.core.errors import PatchlightError
@@ -61,7 +61,7 @@ def run_on_cluster(
         task = _task(__version__, source_digest())
         notes = _check_nodes(task)
         store.make(options.shard)
-        with store.owned(options.shard):
+        with store.own(options.shard):
             prepared = prepare_run(store, recipe, options, device, _threads(device, options.workers), listen)
             load_model.cache_clear()  # every node loads its own model
             cluster = Cluster(prepared, task, options.workers)
@@ -96,7 +96,7 @@ class Cluster:
             )
         return self.workers or room
 
-    def submit(self, unit: Unit, measured: KnownValues) -> Future[Finished]:
+    def submit(self, unit: Unit, measured: CellValues) -> Future[Finished]:
         outcome: Future[Finished] = Future()
 
         def end(answer: Future[dict[str, Any]]) -> None:

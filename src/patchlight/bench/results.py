@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,10 +49,8 @@ class Column(Evaluation):
         return int(np.count_nonzero(self.errors.indices))
 
     @property
-    def left_out(self) -> dict[str, int]:
-        """The number of images without a value, by cause."""
-        undefined = len(self) - self.count - self.failed - self.undone
-        return {"undefined": undefined, "failed": self.failed, "not done": self.undone}
+    def undefined(self) -> int:
+        return len(self) - self.count - self.failed - self.undone
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,81 +104,134 @@ def word_counts(column: Any) -> dict[str, int]:
 
 def collect_results(tables: Iterable[Any], manifest: Manifest, notes: Collection[str] = ()) -> Results:
     """Collect the columns of a run from tables of rows; reading the tables may add to `notes`."""
-    recipe = manifest.resolved
-    gathered: dict[str, _Model] = {}
-    index = _PlanIndex(recipe, manifest.images.names)
-    newer: list[str] = []
+    names, newer = manifest.images.names, list[str]()
+    collector = _Collector(manifest.resolved, names)
     for table in tables:
         unknown = sorted(set(table.column_names) - set(SCHEMA.names))
-        newer += [
-            f"column '{name}' was written by a newer version of Patchlight and is left out" for name in unknown[:1]
-        ]
-        index.learn(table)
-        for label, rows in _by_model(table):
-            if label in recipe.models:
-                if label not in gathered:
-                    gathered[label] = _Model(index)
-                gathered[label].take(rows)
-    columns: dict[tuple[str, str, str], Column] = {}
-    models = [label for label in recipe.models if label in gathered]
-    for label in models:
-        columns |= {(label, *pair): column for pair, column in gathered.pop(label).columns()}
-    images = dict.fromkeys(models, manifest.images.names)
+        newer += [f"column '{n}' was written by a newer version of Patchlight and is left out" for n in unknown[:1]]
+        collector.add(table)
+    columns = dict(collector.columns())
+    images = {model: names for model, _, _ in columns}
     return Results(images, columns, tuple(dict.fromkeys([*sorted(notes), *newer])))
 
 
-def _by_model(table: Any) -> Iterator[tuple[str, Any]]:
-    """The rows of each model; most tables have one."""
-    labels = pc.unique(table["model"]).to_pylist()
-    for label in labels:
-        yield label, table if len(labels) == 1 else table.filter(pc.equal(table["model"], label))
-
-
-class _PlanIndex:
-    """Indices of images, methods and metrics in the plan, facts about metrics, and all words so far."""
+class _Collector:
+    """The values of a run as arrays [model, method, metric, image]; errors and reasons are indices of `words`."""
 
     def __init__(self, recipe: Recipe, images: Sequence[str]) -> None:
+        axes = {"model": recipe.models, "method": recipe.methods, "metric": recipe.metrics, "image": images}
+        shape = tuple(map(len, axes.values()))
         self.recipe = recipe
-        self.places = {
-            "image": {name: i for i, name in enumerate(images)},
-            "method": {name: i for i, name in enumerate(recipe.methods)},
-            "metric": {name: i for i, name in enumerate(recipe.metrics)},
-        }
-        self.shape = (len(recipe.methods), len(recipe.metrics), len(images))
+        self.places = {axis: {name: i for i, name in enumerate(names)} for axis, names in axes.items()}
         self.facts: dict[str, Facts] = {}
-        self.words = [""]
-        self._known = {"": 0}
-        self._read: set[bytes] = set()
+        self.facts_texts: set[bytes] = set()
+        self.words = {"": 0}
+        self.values, self.explain_seconds, self.measure_seconds = (np.full(shape, np.nan) for _ in range(3))
+        self.done = np.zeros(shape, dtype=bool)
+        self.errors, self.reasons = (np.zeros(shape, dtype=np.int32) for _ in range(2))
+        self.shared_by = np.ones(shape[:3], dtype=np.int64)
+        self.curves: dict[str, Array] = {}
+        self.parts: dict[tuple[str, str], Array] = {}
 
-    def learn(self, table: Any) -> None:
-        """Read the facts about metrics; most tables have the same."""
+    def add(self, table: Any) -> None:
+        """Add the rows of a table; rows that are not in the plan are skipped."""
         text = (table.schema.metadata or {}).get(b"facts", b"")
-        if text not in self._read:
-            self._read.add(text)
+        if text not in self.facts_texts:  # most tables have the same facts
+            self.facts_texts.add(text)
             self.facts |= facts_of(table)
+        places = [self._place(table[axis], axis) for axis in self.places]
+        planned = np.logical_and.reduce([place >= 0 for place in places])
+        if not planned.all():
+            table = table.filter(pa.array(planned))
+            places = [place[planned] for place in places]
+        model, method, metric, image = cells = tuple(places)
+        self.done[cells] = True
+        self.values[cells] = values = _numbers(table["value"])
+        for name in TIMING:
+            getattr(self, name)[cells] = _numbers(table[name])
+        self.errors[cells] = errors = self._word_indices(table["error"])
+        self.reasons[cells] = np.where(errors > 0, errors, self._word_indices(table["note"]))
+        np.maximum.at(self.shared_by, (model, method, metric), _numbers(table["shared_by"], 1).astype(np.int64))
+        for name, facts in self.facts.items():
+            rows = np.flatnonzero(metric == self.places["metric"].get(name, -1))
+            if facts.x is not None:
+                defined = rows[np.isfinite(values[rows])]
+                self._add_curves(name, table["curve"].combine_chunks(), defined, model, method, len(facts.x))
+            for part, shape in facts.parts.items():
+                size = int(np.prod(shape))
+                self._add_parts((name, part), table["parts"].combine_chunks(), rows, (model, method, image), size)
 
-    def place(self, table: Any, name: str) -> Array:
-        """The index of each row's image, method or metric; -1 if it is not in the plan."""
-        return _mapped(table[name], lambda word: self.places[name].get(word or "", -1))
+    def _place(self, column: Any, axis: str) -> Array:
+        """The index of each row's name on an axis; -1 if it is not in the plan."""
+        return _mapped(column, lambda name: self.places[axis].get(name or "", -1))
 
-    def word(self, table: Any, name: str) -> Array:
-        """The index of each row's word among all words."""
+    def _word_indices(self, column: Any) -> Array:
+        return _mapped(column, lambda word: self.words.setdefault(word or "", len(self.words)))
 
-        def add_word(word: str | None) -> int:
-            place = self._known.setdefault(word or "", len(self.words))
-            if place == len(self.words):
-                self.words.append(word or "")
-            return place
+    def _add_curves(self, metric: str, lists: Any, rows: Array, model: Array, method: Array, points: int) -> None:
+        """Add the curves of these rows to the sums and counts of each method, point by point."""
+        complete, curves = _lists_of_size(lists, rows, points)
+        models, methods = self.shared_by.shape[:2]
+        total, count = self.curves.setdefault(metric, np.zeros((2, models, methods, points)))
+        model, method = model[rows[complete]], method[rows[complete]]
+        for m in np.unique(model):
+            mine = model == m
+            belongs = (method[mine] == np.arange(methods)[:, None]).astype(np.float64)
+            total[m] += belongs @ np.nan_to_num(curves[mine])
+            count[m] += belongs @ np.isfinite(curves[mine])
 
-        return _mapped(table[name], add_word)
+    def _add_parts(
+        self, key: tuple[str, str], maps: Any, rows: Array, cells: tuple[Array, Array, Array], size: int
+    ) -> None:
+        """Store one part of these rows, by model, method and image."""
+        models, methods, _, images = self.values.shape
+        stored = self.parts.setdefault(key, np.zeros((models, methods, images, size), dtype=EXACT[0]))
+        offsets = maps.offsets.to_numpy()
+        owner = np.repeat(np.arange(len(maps)), np.diff(offsets))
+        named = pc.equal(maps.keys, key[1]).to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+        entries = np.flatnonzero(named & np.isin(owner, rows))
+        complete, numbers = _lists_of_size(maps.items, entries + offsets[0], size)
+        exact = next(kind for kind in EXACT if kind is EXACT[-1] or _holds(kind, numbers))
+        self.parts[key] = stored = stored.astype(np.promote_types(stored.dtype, exact), copy=False)
+        row = owner[entries[complete]]
+        stored[tuple(place[row] for place in cells)] = numbers
 
-    def words_at(self, places: Array) -> Any:
-        """The words at these indices, as a pyarrow dictionary array."""
-        return pa.DictionaryArray.from_arrays(places, self.dictionary)
+    def columns(self) -> Iterator[tuple[tuple[str, str, str], Column]]:
+        """The columns of every model that has values, by model, method and metric."""
+        words = pa.array(list(self.words), pa.string())
+        for x, model in enumerate(self.recipe.models):
+            if self.done[x].any():
+                for y, (method, spec) in enumerate(self.recipe.methods.items()):
+                    for z, (metric, metric_spec) in enumerate(self.recipe.metrics.items()):
+                        column = self._column((x, y, z), metric, spec.measured_by(metric_spec), words)
+                        yield (model, method, metric), column
 
-    @cached_property
-    def dictionary(self) -> Any:
-        return pa.array(self.words, pa.string())
+    def _column(self, at: tuple[int, int, int], name: str, request: MetricRequest, words: Any) -> Column:
+        facts = self.facts.get(name)
+        if facts is None:  # no value of the metric exists
+            facts = Facts(None, request.metric.rises(request.settings), request.metric.limits(request.settings))
+        low, high = facts.bounds
+        return Column(
+            metric=request.metric.name,
+            values=torch.from_numpy(self.values[at]),
+            higher_is_better=facts.higher_is_better,
+            bounds=(low, high),
+            x=None if facts.x is None else torch.tensor(facts.x, dtype=torch.float64),
+            reasons=pa.DictionaryArray.from_arrays(self.reasons[at], words),
+            settings=request.settings,
+            parts={
+                part: torch.from_numpy(self.parts[name, part][at[:2]]).view(-1, *shape)
+                for part, shape in facts.parts.items()
+                if (name, part) in self.parts
+            },
+            combine=request.metric.combine,
+            errors=pa.DictionaryArray.from_arrays(self.errors[at], words),
+            undone=int((~self.done[at]).sum()),
+            shared_by=int(self.shared_by[at]),
+            explain_seconds=torch.from_numpy(self.explain_seconds[at]),
+            measure_seconds=torch.from_numpy(self.measure_seconds[at]),
+            mean_curve=_mean(*self.curves[name][:, *at[:2]]) if name in self.curves else None,
+        )
 
 
 def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
@@ -192,112 +242,13 @@ def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
     return mapped
 
 
-class _Model:
-    """The values of one model as arrays [method, metric, image]."""
-
-    def __init__(self, index: _PlanIndex) -> None:
-        self.index = index
-        self.values, self.explain_seconds, self.measure_seconds = (np.full(index.shape, np.nan) for _ in range(3))
-        self.done = np.zeros(index.shape, dtype=bool)
-        self.errors, self.reasons = (np.zeros(index.shape, dtype=np.int32) for _ in range(2))
-        self.shared_by = np.ones(index.shape[:2], dtype=np.int64)
-        self.curves: dict[str, tuple[Array, Array]] = {}
-        self.parts: dict[tuple[str, str], Array] = {}
-
-    def take(self, table: Any) -> None:
-        """Add the rows of a table."""
-        places = [self.index.place(table, name) for name in ("method", "metric", "image")]
-        planned = np.logical_and.reduce([place >= 0 for place in places])
-        if not planned.all():
-            table = table.filter(pa.array(planned))
-            places = [place[planned] for place in places]
-        method, metric, image = places
-        there = (method, metric, image)
-        self.done[there] = True
-        self.values[there] = values = _numbers(table["value"])
-        for name in TIMING:
-            getattr(self, name)[there] = _numbers(table[name])
-        self.errors[there] = errors = self.index.word(table, "error")
-        self.reasons[there] = np.where(errors > 0, errors, self.index.word(table, "note"))
-        np.maximum.at(self.shared_by, (method, metric), _numbers(table["shared_by"], 1).astype(np.int64))
-        for name, facts in self.index.facts.items():
-            rows = np.flatnonzero(metric == self.index.places["metric"].get(name, -1))
-            if facts.x is not None:
-                counts = rows[np.isfinite(values[rows])]
-                self._add_curves(name, table["curve"].combine_chunks(), counts, method[counts], len(facts.x))
-            for part, shape in facts.parts.items():
-                self._put_parts((name, part), table["parts"].combine_chunks(), rows, method, image, int(np.prod(shape)))
-
-    def _add_curves(self, metric: str, lists: Any, rows: Array, method: Array, points: int) -> None:
-        """Add the curves of these rows to the sums and counts of each method, point by point."""
-        drawn, curves = _listed(lists, rows, points)
-        if metric not in self.curves:
-            self.curves[metric] = tuple(np.zeros((self.index.shape[0], points)) for _ in range(2))  # type: ignore[assignment]
-        belongs = (method[drawn] == np.arange(self.index.shape[0])[:, None]).astype(np.float64)
-        total, count = self.curves[metric]
-        total += belongs @ np.nan_to_num(curves)
-        count += belongs @ np.isfinite(curves)
-
-    def _put_parts(self, key: tuple[str, str], maps: Any, rows: Array, method: Array, image: Array, size: int) -> None:
-        """Store one part of these rows."""
-        if key not in self.parts:
-            self.parts[key] = np.zeros((self.index.shape[0], self.index.shape[2], size), dtype=EXACT[0])
-        offsets = maps.offsets.to_numpy()
-        owner = np.repeat(np.arange(len(maps)), np.diff(offsets))
-        named = pc.equal(maps.keys, key[1]).to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-        entries = np.flatnonzero(named & np.isin(owner, rows))
-        drawn, found = _listed(maps.items, entries + offsets[0], size)
-        kept = self.parts[key]
-        exact = next(kind for kind in EXACT if kind is EXACT[-1] or _holds(kind, found))
-        if np.promote_types(kept.dtype, exact) != kept.dtype:
-            self.parts[key] = kept = kept.astype(np.promote_types(kept.dtype, exact))
-        whose = owner[entries[drawn]]
-        kept[method[whose], image[whose]] = found
-
-    def columns(self) -> Iterator[tuple[tuple[str, str], Column]]:
-        """The columns by method and metric."""
-        recipe = self.index.recipe
-        for i, (m, method) in enumerate(recipe.methods.items()):
-            for j, (n, metric) in enumerate(recipe.metrics.items()):
-                yield (m, n), self._column(i, j, n, method.measured_by(metric))
-
-    def _column(self, i: int, j: int, name: str, request: MetricRequest) -> Column:
-        facts = self.index.facts.get(name)
-        if facts is None:  # no value of the metric exists
-            facts = Facts(None, request.metric.rises(request.settings), request.metric.limits(request.settings))
-        low, high = facts.bounds
-        total, count = self.curves.get(name, (None, None))
-        done = int(self.done[i, j].sum())
-        return Column(
-            metric=request.metric.name,
-            values=torch.from_numpy(self.values[i, j]),
-            higher_is_better=facts.higher_is_better,
-            bounds=(low, high),
-            x=None if facts.x is None else torch.tensor(facts.x, dtype=torch.float64),
-            reasons=self.index.words_at(self.reasons[i, j]),
-            settings=request.settings,
-            parts={
-                part: torch.from_numpy(self.parts[name, part][i]).view(-1, *shape)
-                for part, shape in facts.parts.items()
-                if (name, part) in self.parts
-            },
-            combine=request.metric.combine,
-            errors=self.index.words_at(self.errors[i, j]),
-            undone=self.index.shape[2] - done,
-            shared_by=int(self.shared_by[i, j]),
-            explain_seconds=torch.from_numpy(self.explain_seconds[i, j]),
-            measure_seconds=torch.from_numpy(self.measure_seconds[i, j]),
-            mean_curve=None if total is None or count is None else _mean(total[i], count[i]),
-        )
-
-
 def _numbers(column: Any, nothing: float = np.nan) -> npt.NDArray[np.float64]:
     """The numbers of a column in float64; `nothing` for a missing one."""
     numbers: npt.NDArray[np.float64] = pc.fill_null(column.cast(pa.float64()), nothing).to_numpy()
     return numbers
 
 
-def _listed(lists: Any, rows: Array, size: int) -> tuple[Array, Array]:
+def _lists_of_size(lists: Any, rows: Array, size: int) -> tuple[Array, Array]:
     """Which of these rows have a list of this size, and their lists [r,size] in float64."""
     offsets = lists.offsets.to_numpy()
     complete = np.flatnonzero(np.diff(offsets)[rows] == size) if size else np.arange(0)

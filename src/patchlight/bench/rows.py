@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class Maps:
 
 
 @dataclass(frozen=True)
-class Done:
+class UnitResult:
     """The result of a unit: rows, maps, and facts by metric."""
 
     rows: Sequence[ResultRow]
@@ -98,64 +98,61 @@ class Done:
     facts: Mapping[str, Facts] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class KnownValue:
-    """A value that was measured before: its row, the facts of its metric, and its map if there is one.
+class ImageMap(NamedTuple):
+    """The map [h,w] of one image, the name of the class that it explains, and the model's preprocessing."""
 
-    `explained` is the class that the map explains.
-    """
+    scores: Tensor
+    explained: str
+    preprocess: Preprocess | None
+
+
+@dataclass(frozen=True)
+class CellValue:
+    """A measured value: its row, the facts of its metric, and its map if there is one."""
 
     row: ResultRow
     facts: Facts | None = None
-    map: Tensor | None = None
-    explained: str = ""
-    preprocess: Preprocess | None = None
+    map: ImageMap | None = None
 
 
-KnownValues = Mapping[str, KnownValue]
-"""Known values by the hash of their cell."""
+CellValues = Mapping[str, CellValue]
+"""Values by the hash of their cell."""
 
 
-def maps_from(model: str, names: Iterable[str], drawn: Mapping[str, Mapping[str, KnownValue]]) -> Maps:
-    """Stack known maps, given by method and image, in the order of `names`."""
-    some = {name: known for maps in drawn.values() for name, known in maps.items()}
-    if not some:
+def stack_maps(model: str, names: Iterable[str], maps: Mapping[str, Mapping[str, ImageMap]]) -> Maps:
+    """Stack maps, given by method and image, in the order of `names`; NaN for a missing map."""
+    any_map = {name: each for by_image in maps.values() for name, each in by_image.items()}
+    images = [name for name in names if name in any_map]
+    if not images:
         return Maps(model=model)
-    shown = [name for name in names if name in some]
-    blank = torch.full_like(torch.as_tensor(some[shown[0]].map), torch.nan)
+    first = any_map[images[0]]
+    blank = ImageMap(torch.full_like(first.scores, torch.nan), "", None)
     scores = {
-        method: torch.stack([blank if name not in maps else torch.as_tensor(maps[name].map) for name in shown])
-        for method, maps in drawn.items()
-        if maps
+        method: torch.stack([by_image.get(name, blank).scores for name in images])
+        for method, by_image in maps.items()
+        if by_image
     }
-    return Maps(scores, shown, [some[name].explained for name in shown], some[shown[0]].preprocess, model)
+    return Maps(scores, images, [any_map[name].explained for name in images], first.preprocess, model)
 
 
-def joined_maps(parts: Iterable[Maps], model: str, method: str, names: Iterable[str]) -> Maps:
-    """Join the maps of a method from several files, in the order of `names`; the first map of an image wins."""
-    joined: dict[str, Any] = {}
+def join_maps(parts: Iterable[Maps], model: str, names: Iterable[str], method: str | None = None) -> Maps:
+    """Join the maps of a model, by one method or all, from several files; the first map of an image wins."""
+    joined: dict[str, dict[str, ImageMap]] = {}
     for part in parts:
-        if part.model == model and method in part.scores:
-            for name, scores, explained in zip(part.images, part.scores[method], part.classes, strict=True):
-                if name not in joined or bool(joined[name][0].isnan().all()):
-                    joined[name] = scores, explained, part.preprocess
-    shown = [name for name in names if name in joined]
-    if not shown:
-        return Maps(model=model)
-    scores = torch.stack([joined[name][0] for name in shown])
-    return Maps({method: scores}, shown, [joined[name][1] for name in shown], joined[shown[0]][2], model)
+        for label, maps in part.scores.items() if part.model == model else ():
+            if method in (None, label):
+                by_image = joined.setdefault(label, {})
+                for name, scores, explained in zip(part.images, maps, part.classes, strict=True):
+                    if name not in by_image or bool(by_image[name].scores.isnan().all()):
+                        by_image[name] = ImageMap(scores, explained, part.preprocess)
+    return stack_maps(model, names, joined)
 
 
-def failed(rows: Iterable[ResultRow]) -> int:
-    """The number of failed rows."""
-    return sum(bool(row.error) for row in rows)
-
-
-def table_bytes(done: Done) -> bytes:
+def table_bytes(result: UnitResult) -> bytes:
     """Rows and facts as Parquet."""
-    facts = {metric: asdict(own) for metric, own in done.facts.items()}
+    facts = {metric: asdict(each) for metric, each in result.facts.items()}
     schema = SCHEMA.with_metadata({"facts": json.dumps(facts), "format": str(FORMAT)})
-    return parquet(pa.Table.from_pylist([vars(row) for row in done.rows], schema))
+    return parquet(pa.Table.from_pylist([vars(row) for row in result.rows], schema))
 
 
 def parquet(table: Any) -> bytes:
@@ -177,23 +174,23 @@ def table_of(data: bytes | None, columns: list[str] | None = None) -> Any:
         return None
 
 
-def known_columns(table: Any) -> Any:
+def without_newer_columns(table: Any) -> Any:
     """A table without the columns that a newer version added."""
     return table.select([name for name in SCHEMA.names if name in table.column_names])
 
 
 def rows_of(table: Any) -> list[ResultRow]:
-    return [ResultRow(**{**row, "parts": dict(row["parts"] or ())}) for row in known_columns(table).to_pylist()]
+    return [ResultRow(**{**row, "parts": dict(row["parts"] or ())}) for row in without_newer_columns(table).to_pylist()]
 
 
 def facts_of(table: Any) -> dict[str, Facts]:
     """The facts of a table, by metric."""
     by_metric = json.loads((table.schema.metadata or {}).get(b"facts", b"{}"))
-    return {metric: Facts(**_known_fields(Facts, facts)) for metric, facts in by_metric.items() if facts}
+    return {metric: Facts(**_without_newer_fields(Facts, facts)) for metric, facts in by_metric.items() if facts}
 
 
-def _known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, without those that a newer version added."""
+def _without_newer_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the fields of a dataclass, without fields that a newer version added."""
     return {f.name: values[f.name] for f in fields(kind) if f.name in values}
 
 
@@ -208,28 +205,22 @@ def map_bytes(maps: Maps) -> bytes:
     return data
 
 
-def maps_of(path: Path) -> Maps:
-    """The maps in a safetensors file, without what a newer version added; empty if it cannot be read."""
+def maps_of(path: Path, images: Collection[str] | None = None) -> Maps:
+    """The maps in a safetensors file, without what a newer version added; empty if it cannot be read.
+
+    With `images`, empty also if it has none of these images, according to its header.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             texts = file.metadata() or {}
-        header = {key: json.loads(texts[key]) for key in ("images", "classes", "preprocess", "model") if key in texts}
+            keys = [key for key in ("images", "classes", "preprocess", "model") if key in texts]
+            header = {key: json.loads(texts[key]) for key in keys}
+            if images is not None and set(images).isdisjoint(header.get("images", ())):
+                return Maps()
+            scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError):
         return Maps()
     steps = {key: tuple(v) if isinstance(v, list) else v for key, v in (header.pop("preprocess", None) or {}).items()}
-    return Maps(scores, **header, preprocess=Preprocess(**_known_fields(Preprocess, steps)) if steps else None)
-
-
-def has_maps_of(path: Path, model: str, images: Collection[str]) -> bool:
-    """Whether a file has maps of a model for any of these images, according to its header."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            texts = file.metadata() or {}
-        return bool(json.loads(texts["model"]) == model and not set(images).isdisjoint(json.loads(texts["images"])))
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return False
+    return Maps(scores, **header, preprocess=Preprocess(**_without_newer_fields(Preprocess, steps)) if steps else None)

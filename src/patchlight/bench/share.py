@@ -28,7 +28,7 @@ from patchlight.bench.manifest import MERGED, Manifest, PlannedGroup, write_mani
 from patchlight.bench.paths import PathRemover
 from patchlight.bench.plan import source_digest
 from patchlight.bench.recipe import Recipe
-from patchlight.bench.rows import FORMAT, SCHEMA, Maps, joined_maps, known_columns, map_bytes, parquet
+from patchlight.bench.rows import FORMAT, SCHEMA, Maps, join_maps, map_bytes, parquet, without_newer_columns
 from patchlight.bench.slurm import render_text
 from patchlight.bench.store import Files, Store
 from patchlight.bench.tables import markdown_table
@@ -81,12 +81,12 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
     """
     stores = [Store(run) for run in runs]
     manifests = [store.manifest() for store in stores]
-    _check_belonging(runs, manifests)
+    _check_compatible(runs, manifests)
     target = Store(out)
     if target.manifest_path.exists() or target.files():
         raise PatchlightError(f"'{out}' already holds a run; give an empty folder")
     target.make()
-    manifest = _joined(manifests)
+    manifest = _join_manifests(manifests)
     collection = Collection(stores, manifest, [f" of '{run}'" for run in runs])
     names = file_names(manifest.resolved, {label: label for label in manifest.resolved.models})
     done = 0
@@ -94,7 +94,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             if len(table):
-                target.keep(names[pair], parquet(table), map_bytes(maps))
+                target.write(names[pair], parquet(table), map_bytes(maps))
             done += len(table)
             advance(i + 1, len(collection.sources))
     notes = [*collection.damaged, *collection.unequal(runs)]
@@ -115,8 +115,8 @@ def export(
     Args:
         run: The folder of the run; the card of an incomplete run says so.
         out: An empty folder.
-        licence: The licence of the values and maps; the card says "unknown" without it.
-        data_licence: The licence of the images, which are not exported; likewise.
+        licence: The licence of the values and maps; "unknown" in the card by default.
+        data_licence: The licence of the images, which are not exported; "unknown" in the card by default.
         progress: Whether to show a progress bar.
     """
     store, target = Store(run), Store(out)
@@ -133,7 +133,7 @@ def export(
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             values += len(table)
-            target.keep(names[pair], parquet(paths.clean_table(table)), map_bytes(paths.clean_maps(maps)))
+            target.write(names[pair], parquet(paths.clean_table(table)), map_bytes(paths.clean_maps(maps)))
             advance(i + 1, len(collection.sources))
     cleaned = paths.clean_manifest()
     notes = [*filter(None, [manifest.incomplete(values)]), *collection.damaged]
@@ -170,14 +170,14 @@ def bring(
         raise PatchlightError(f"'{source}' was measured on {manifest.device}, but {device} rounds differently")
     target.make()
     earlier = target.folder / "earlier"
-    known = {**target.files([earlier]), **target.files()}
-    names = {files.rows.name for files in known.values() if files.rows is not None}
+    existing = {**target.files([earlier]), **target.files()}
+    names = {files.rows.name for files in existing.values() if files.rows is not None}
     sources = store.files()
     with show_progress(progress, f"reading {store.folder.name}") as advance:
         for i, (key, files) in enumerate(sources.items()):
             if files.rows is not None and files.maps is not None and files.rows.name not in names and not files.damaged:
-                name = json_digest([key, files.rows.name]) if key in known else key
-                target.keep(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
+                name = json_digest([key, files.rows.name]) if key in existing else key
+                target.write(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
             advance(i + 1, len(sources))
 
 
@@ -207,7 +207,7 @@ class Collection:
                 columns = [] if table is None else [table[name].to_pylist() for name in table.column_names]
                 for pair in set(zip(*columns, strict=True)) & sources.keys():
                     sources[pair].append((k, files))
-        self.sources = {pair: own for pair, own in sources.items() if own}
+        self.sources = {pair: files for pair, files in sources.items() if files}
 
     def take(self, pair: Pair) -> tuple[Any, Maps]:
         """The rows and maps of a model and method, ordered by image and metric."""
@@ -217,13 +217,13 @@ class Collection:
             table = files.table()
             facts = {**json.loads((table.schema.metadata or {}).get(b"facts", b"{}")), **facts}
             mine = pc.and_(pc.equal(table["model"], pair[0]), pc.equal(table["method"], pair[1]))
-            tables.append(known_columns(table).filter(mine).replace_schema_metadata())
+            tables.append(without_newer_columns(table).filter(mine).replace_schema_metadata())
             runs.append(np.full(len(tables[-1]), k))
             parts.append(files.read_maps())
         rows = pa.concat_tables(tables).combine_chunks()
         rows = rows.take(pa.array(self._choose(rows, np.concatenate(runs))))
         metadata = {"facts": json.dumps(facts), "format": str(FORMAT)}
-        maps = joined_maps(parts, *pair, self.manifest.images.names)
+        maps = join_maps(parts, pair[0], self.manifest.images.names, pair[1])
         return rows.cast(SCHEMA).replace_schema_metadata(metadata), maps
 
     def _choose(self, rows: Any, run: Array) -> Array:
@@ -236,17 +236,17 @@ class Collection:
         order = np.lexsort((run, ~good, place))
         order = order[place[order] >= 0]
         new = np.diff(place[order], prepend=-1) != 0
-        kept: Array = order[new]
-        kept_of = kept[np.cumsum(new) - 1] if len(kept) else kept
-        close = np.isclose(values[order], values[kept_of], rtol=ROUNDING, atol=NEAR_ZERO, equal_nan=True)
-        apart = good[order] & ~close
-        for key in sorted(set(zip(run[kept_of[apart]].tolist(), run[order[apart]].tolist(), strict=True))):
-            of_pair = order[apart][(run[kept_of[apart]] == key[0]) & (run[order[apart]] == key[1])]
+        chosen: Array = order[new]
+        chosen_of = chosen[np.cumsum(new) - 1] if len(chosen) else chosen
+        close = np.isclose(values[order], values[chosen_of], rtol=ROUNDING, atol=NEAR_ZERO, equal_nan=True)
+        differ = good[order] & ~close
+        for key in sorted(set(zip(run[chosen_of[differ]].tolist(), run[order[differ]].tolist(), strict=True))):
+            of_pair = order[differ][(run[chosen_of[differ]] == key[0]) & (run[order[differ]] == key[1])]
             row = rows.slice(int(of_pair[0]), 1).to_pylist()[0]
             example = f"{row['method']} under {row['metric']} on {row['model']}, image '{row['image']}'"
             count, example = self.differing.get(key, (0, example))
             self.differing[key] = count + len(of_pair), example
-        return kept
+        return chosen
 
     def unequal(self, runs: Sequence[str | Path]) -> Iterator[str]:
         """A sentence for each pair of runs that have different values, with an example."""
@@ -263,33 +263,33 @@ def _index(column: Any, names: Sequence[str]) -> Array:
     return np.asarray(places.to_numpy(), dtype=np.int64)
 
 
-def _check_belonging(runs: Sequence[str | Path], manifests: Sequence[Manifest]) -> None:
+def _check_compatible(runs: Sequence[str | Path], manifests: Sequence[Manifest]) -> None:
     """Refuse runs whose values cannot be in one table."""
     for (j, first), (k, second) in itertools.combinations(enumerate(manifests), 2):
-        apart = [one.text for one in differences(first, second, f"'{runs[j]}'", f"'{runs[k]}'") if one.incompatible]
-        if apart:
+        reasons = [d.text for d in differences(first, second, f"'{runs[j]}'", f"'{runs[k]}'") if d.incompatible]
+        if reasons:
             raise PatchlightError(
-                f"'{runs[j]}' and '{runs[k]}' cannot be merged: {'; '.join(apart)} (`patchlight bench compare` shows "
+                f"'{runs[j]}' and '{runs[k]}' cannot be merged: {'; '.join(reasons)} (`patchlight bench compare` shows "
                 "them side by side)"
             )
 
 
-def _joined(manifests: Sequence[Manifest]) -> Manifest:
+def _join_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """The manifest of the merged run: all models, methods and metrics, and everything else from the first run."""
     first = manifests[0]
     tables: dict[str, dict[str, Any]] = {"models": {}, "methods": {}, "metrics": {}, "published": {}}
-    made: dict[str, dict[str, str]] = {}
+    hashes: dict[str, dict[str, str]] = {}
     for manifest in manifests:
         for table, specs in tables.items():
             tables[table] = {**getattr(manifest.resolved, table), **specs}
         for method, metrics in manifest.made.items():
-            made[method] = {**metrics, **made.get(method, {})}
+            hashes[method] = {**metrics, **hashes.get(method, {})}
     ordered = {
-        table: {label: specs[label] for own in manifests for label in getattr(own.resolved, table)}
+        table: {label: specs[label] for manifest in manifests for label in getattr(manifest.resolved, table)}
         for table, specs in tables.items()
     }
     recipe = first.resolved.model_copy(update=ordered)
-    same = bool(first.plan) and all(own.plan == first.plan for own in manifests)
+    same = bool(first.plan) and all(manifest.plan == first.plan for manifest in manifests)
     groups = (
         PlannedGroup(key="", model=model, methods=tuple(recipe.methods), batch_size=recipe.batch_size)
         for model in recipe.models
@@ -297,12 +297,12 @@ def _joined(manifests: Sequence[Manifest]) -> Manifest:
     return first.model_copy(
         update={
             "resolved": recipe,
-            "quick": any(own.quick for own in manifests),
-            "notes": tuple(dict.fromkeys(note for own in manifests for note in own.notes)),
+            "quick": any(manifest.quick for manifest in manifests),
+            "notes": tuple(dict.fromkeys(note for manifest in manifests for note in manifest.notes)),
             "plan": first.plan if same else "",
             "groups": first.groups if same else tuple(groups),
-            "models": {label: digest for own in reversed(manifests) for label, digest in own.models.items()},
-            "made": made,
+            "models": {label: digest for m in reversed(manifests) for label, digest in m.models.items()},
+            "made": hashes,
         }
     )
 
@@ -313,9 +313,9 @@ def file_names(recipe: Recipe, models: Mapping[str, str]) -> dict[Pair, str]:
     for pair in itertools.product(recipe.models, recipe.methods):
         labels = (models[pair[0]], pair[1])
         name = ".".join(re.sub(r"[^A-Za-z0-9_]+", "_", label).strip("_") or "_" for label in labels)
-        taken = {own.casefold() for own in names.values()}
-        same = (f"{name}_{number}" for number in itertools.count(2))
-        names[pair] = next(one for one in itertools.chain([name], same) if one.casefold() not in taken)
+        taken = {other.casefold() for other in names.values()}
+        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        names[pair] = next(candidate for candidate in candidates if candidate.casefold() not in taken)
     return names
 
 
@@ -365,9 +365,9 @@ def as_toml(recipe: Recipe) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_toml(own)}" for key, own in value.items() if own is not None) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join("nan" if own is None else _toml(own) for own in value) + "]"
+        return "[" + ", ".join("nan" if item is None else _toml(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

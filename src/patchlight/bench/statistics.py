@@ -108,7 +108,7 @@ def table_cells(results: Results, recipe: Recipe, samples: int = SAMPLES) -> lis
                     column.mean,
                     *bounds[method, metric],
                     images=column.count,
-                    undefined=column.left_out["undefined"],
+                    undefined=column.undefined,
                     failed=column.failed,
                     mark=marks[metric][method],
                     published=recipe.number(model, method, metric),

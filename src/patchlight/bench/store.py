@@ -30,17 +30,7 @@ from torch import Tensor
 from patchlight.bench.manifest import Manifest, read_manifest
 from patchlight.bench.plan import WHOLE, Plan, Shard, Unit
 from patchlight.bench.results import Results, collect_results, sum_counts, word_counts
-from patchlight.bench.rows import (
-    KnownValue,
-    KnownValues,
-    Maps,
-    facts_of,
-    has_maps_of,
-    maps_from,
-    maps_of,
-    rows_of,
-    table_of,
-)
+from patchlight.bench.rows import CellValue, CellValues, ImageMap, Maps, facts_of, join_maps, maps_of, rows_of, table_of
 from patchlight.core.errors import PatchlightError
 from patchlight.core.extras import missing_extra
 from patchlight.core.files import check_writable, write_atomic
@@ -77,13 +67,10 @@ class Files(NamedTuple):
         """The rows as a table; None if they are missing or damaged."""
         return table_of(_verified(self.rows), columns)
 
-    def content(self) -> tuple[Any, Maps]:
-        """Rows and maps."""
-        return self.table(), self.read_maps()
-
-    def read_maps(self) -> Maps:
-        """The maps; empty if they are missing or damaged."""
-        return Maps() if self.maps is None or _verified(self.maps) is None else maps_of(self.maps)
+    def read_maps(self, images: Collection[str] | None = None) -> Maps:
+        """The maps; empty if they are missing or damaged, or if they are of none of `images`."""
+        maps = Maps() if self.maps is None else maps_of(self.maps, images)
+        return maps if maps.images and _verified(self.maps) is not None else Maps()
 
 
 class Store:
@@ -91,7 +78,7 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._recent = lru_cache(maxsize=4)(Files.content)  # the large files of an export are read for many units
+        self._read = lru_cache(maxsize=4)(lambda files: (files.table(), files.read_maps()))  # exports have large files
 
     @property
     def manifest_path(self) -> Path:
@@ -109,9 +96,9 @@ class Store:
         """Create the folder; a folder with other files is refused."""
         check_writable(self.folder)
         if self.folder.is_dir() and not self.manifest_path.exists():
-            strange = [p.name for p in self.folder.iterdir() if p.name not in NAMES and not PART.fullmatch(p.name)]
-            if strange:
-                raise PatchlightError(f"'{self.folder}' is not a run: it contains '{strange[0]}'; give an empty folder")
+            foreign = [p.name for p in self.folder.iterdir() if p.name not in NAMES and not PART.fullmatch(p.name)]
+            if foreign:
+                raise PatchlightError(f"'{self.folder}' is not a run: it contains '{foreign[0]}'; give an empty folder")
         try:
             for folder in ("units", "maps"):
                 (self.folder_of(shard) / folder).mkdir(parents=True, exist_ok=True)
@@ -119,17 +106,17 @@ class Store:
             raise PatchlightError(f"'{self.folder}' cannot be written: {error.strerror or error}") from error
 
     @contextlib.contextmanager
-    def owned(self, shard: Shard) -> Iterator[None]:
+    def own(self, shard: Shard) -> Iterator[None]:
         """Own a shard; an error if another process owns it, or works on the run with another number of shards."""
         folder = self.folder_of(shard)
         with _locked(folder / "lock") as lock:
             if not lock:
-                raise PatchlightError(f"{_holder(folder)} is working on {self._shown(folder)}; wait until it ends")
+                raise PatchlightError(f"{_holder(folder)} is working on {self._name(folder)}; wait until it ends")
             for other in self.busy():
                 same = other != self.folder and shard != WHOLE and other.name.endswith(f"-of-{shard.count}")
                 if other != folder and not same:
                     raise PatchlightError(
-                        f"{_holder(other)} is working on {self._shown(other)}; wait until it ends, or use --shard with "
+                        f"{_holder(other)} is working on {self._name(other)}; wait until it ends, or use --shard with "
                         "the same number of shards"
                     )
             owner = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -154,9 +141,9 @@ class Store:
 
     def worker(self, folder: Path) -> str:
         """The process that works on the shard in this folder."""
-        return f"{_holder(folder)}, on {self._shown(folder)}"
+        return f"{_holder(folder)}, on {self._name(folder)}"
 
-    def _shown(self, folder: Path) -> str:
+    def _name(self, folder: Path) -> str:
         return f"'{self.folder}'" if folder == self.folder else f"shard {folder.name} of '{self.folder}'"
 
     @contextlib.contextmanager
@@ -206,8 +193,8 @@ class Store:
     def arrange(self, plan: Plan) -> list[str]:
         """Move units that are not of the plan to earlier/, and units of the plan back from there.
 
-        So units/*.parquet contains every row once. A file whose rows are not those of the unit in its name was renamed:
-        it is removed, and reported in the notes that this returns.
+        As a result, units/*.parquet contains every row once. A file whose rows are not those of the unit in its name
+        was renamed: it is removed, and reported in the notes that this returns.
         """
         notes = []
         for key, files in self.files().items():
@@ -258,17 +245,17 @@ class Store:
                     good.add(cell)
         return by_cell
 
-    def before(self, unit: Unit, failed_too: bool = True) -> dict[str, KnownValue]:
+    def before(self, unit: Unit, failed_too: bool = True) -> dict[str, CellValue]:
         """The values of a unit that earlier plans measured; failed ones only with `failed_too`."""
-        cells = {cell for pair in unit.group.made for cell in unit.cells(pair)} if self.earlier else set()
-        values: dict[str, KnownValue] = {}
+        cells = {cell for pair in unit.group.hashes for cell in unit.cells(pair)} if self.earlier else set()
+        values: dict[str, CellValue] = {}
         for files in {self.earlier[cell] for cell in cells if cell in self.earlier}:
-            for cell, value in known_values(*self._recent(files), cells).items():
+            for cell, value in cell_values(*self._read(files), cells).items():
                 if self.earlier[cell] is files and (failed_too or not value.row.error):
                     values[cell] = value
         return values
 
-    def keep(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
+    def write(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
         """Write the maps of a unit, and then its rows, which mark it as finished."""
         for name, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
             place = (folder or self.folder) / name
@@ -276,14 +263,7 @@ class Store:
 
     def maps(self, model: str, images: Collection[str]) -> Maps:
         """The maps of all methods for these images of a model."""
-        drawn: dict[str, dict[str, KnownValue]] = {}
-        for files in self.files().values():
-            if files.maps is None or not has_maps_of(files.maps, model, images):
-                continue
-            for value in known_values(*files.content()).values():
-                if value.map is not None and value.row.image in images:
-                    drawn.setdefault(value.row.method, {})[value.row.image] = value
-        return maps_from(model, images, drawn)
+        return join_maps((files.read_maps(images) for files in self.files().values()), model, images)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[Any]:
         """The rows of every finished unit, as tables."""
@@ -295,7 +275,7 @@ class Store:
         tables = (files.table(["error"]) for files in self.files(folders).values())
         return sum_counts(word_counts(table["error"]) for table in tables if table is not None)
 
-    def failed(self, folders: Iterable[Path]) -> list[Files]:
+    def failed_units(self, folders: Iterable[Path]) -> list[Files]:
         """The files of units with failed values in these shards."""
         return [
             files
@@ -324,33 +304,34 @@ class Store:
     def curves(self, model: str, method: str, metric: str) -> Tensor | None:
         """The curves [B,P] of all images, NaN for an image without a curve; None if the metric has no curves."""
         names = self.manifest().images.names
-        chosen = (pc.field("model") == model) & (pc.field("method") == method) & (pc.field("metric") == metric)
-        drawn: dict[str, Any] = {}
+        column = (pc.field("model") == model) & (pc.field("method") == method) & (pc.field("metric") == metric)
+        curves: dict[str, Any] = {}
         points = None
         for table in self.tables(["model", "image", "method", "metric", "curve"]):
             facts = facts_of(table).get(metric)
             points = points if facts is None or facts.x is None else len(facts.x)
-            rows = table.filter(chosen).to_pydict()
-            drawn |= {image: curve for image, curve in zip(rows["image"], rows["curve"], strict=True) if curve}
+            rows = table.filter(column).to_pydict()
+            curves |= {image: curve for image, curve in zip(rows["image"], rows["curve"], strict=True) if curve}
         if points is None:
             return None
-        return torch.tensor([drawn.get(name, [math.nan] * points) for name in names], dtype=torch.float32)
+        return torch.tensor([curves.get(name, [math.nan] * points) for name in names], dtype=torch.float32)
 
 
-def known_values(table: Any, maps: Maps, cells: Collection[str] | None = None) -> KnownValues:
+def cell_values(table: Any, maps: Maps, cells: Collection[str] | None = None) -> CellValues:
     """The values in rows and maps by cell; with `cells`, only those."""
     if table is None:
         return {}
     if cells is not None:
         table = table.filter([cell in cells for cell in table["cell"].to_pylist()])
     facts, place = facts_of(table), {name: i for i, name in enumerate(maps.images)}
-    by_cell: dict[str, KnownValue] = {}
+    by_cell: dict[str, CellValue] = {}
     for row in rows_of(table):
-        i = place.get(row.image)
-        drawn = maps.scores[row.method][i] if i is not None and row.method in maps.scores else None
-        drawn = None if drawn is None or bool(drawn.isnan().all()) else drawn
-        explained = "" if i is None else maps.classes[i]
-        by_cell[row.cell] = KnownValue(row, facts.get(row.metric), drawn, explained, maps.preprocess)
+        image_map = None
+        if row.method in maps.scores and row.image in place:
+            i = place[row.image]
+            scores = maps.scores[row.method][i]
+            image_map = None if bool(scores.isnan().all()) else ImageMap(scores, maps.classes[i], maps.preprocess)
+        by_cell[row.cell] = CellValue(row, facts.get(row.metric), image_map)
     return by_cell
 
 
@@ -373,7 +354,7 @@ def _contains(files: Files, unit: Unit) -> bool:
     table = files.table(["cell"])
     if table is None or len(table) != unit.values:
         return False
-    pairs = list(unit.group.made)
+    pairs = list(unit.group.hashes)
     expected = [unit.cells(pairs[0])[0], unit.cells(pairs[-1])[-1]]
     return [table["cell"][0].as_py(), table["cell"][len(table) - 1].as_py()] == expected
 
@@ -403,7 +384,7 @@ def _move(files: Files, root: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, seconds: float = MOMENT) -> Iterator[FileLock | None]:
-    """Hold a lock; None if another process holds it for longer than `seconds`. -1 waits forever."""
+    """Hold a lock; yields None if another process holds it for longer than `seconds`. -1 waits forever."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=seconds)

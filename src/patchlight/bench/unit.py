@@ -10,7 +10,7 @@ from typing import TypeVar
 from patchlight.anatomy.opened import Anatomy
 from patchlight.bench.events import Listener, StepEnd
 from patchlight.bench.plan import Group, Images, Pair, Unit, as_planned, load_model, model_digest
-from patchlight.bench.rows import Done, Facts, KnownValue, KnownValues, Maps, ResultRow, maps_from
+from patchlight.bench.rows import CellValue, CellValues, Facts, ImageMap, Maps, ResultRow, UnitResult, stack_maps
 from patchlight.core.errors import PatchlightError
 from patchlight.data import Batch, Data, labelled, load_batch, takes_classes
 from patchlight.data.spec import DataSpec
@@ -34,15 +34,15 @@ class Resources:
 
 
 def run_unit(
-    unit: Unit, resources: Resources, before: KnownValues | None = None, listen: Listener = lambda event: None
-) -> Done:
-    """Compute the rows and maps of a unit, except for the values that are known `before`.
+    unit: Unit, resources: Resources, measured: CellValues | None = None, listen: Listener = lambda event: None
+) -> UnitResult:
+    """Compute the rows and maps of a unit, except for values that were `measured` before.
 
     The result depends on the unit alone. Methods that share a pass are explained in one call, and all metrics use the
     same maps. A failure becomes rows with its reason.
     """
-    values = dict(before or {})
-    cells = {pair: unit.cells(pair) for pair in unit.group.made}
+    values = dict(measured or {})
+    cells = {pair: unit.cells(pair) for pair in unit.group.hashes}
     todo: dict[tuple[Pair, ...], list[int]] = {}
     for i in range(len(unit.images)):
         missing = tuple(pair for pair, hashes in cells.items() if hashes[i] not in values)
@@ -54,17 +54,17 @@ def run_unit(
         for start in range(0, len(places), size):
             part = unit.images.at(places[start : start + size])
             computed = _run_batch(unit.group, part, pairs, resources, listen)
-            values |= {cells[pair][place[name]]: one for (pair, name), one in computed.items()}
+            values |= {cells[pair][place[name]]: value for (pair, name), value in computed.items()}
     return assemble_unit(unit, values)
 
 
-def assemble_unit(unit: Unit, values: KnownValues) -> Done:
+def assemble_unit(unit: Unit, values: CellValues) -> UnitResult:
     """The rows and maps of a unit from its values."""
     group, names = unit.group, unit.images.names
-    cells = {pair: unit.cells(pair) for pair in group.made}
+    cells = {pair: unit.cells(pair) for pair in group.hashes}
     rows: list[ResultRow] = []
     facts: dict[str, Facts] = {}
-    drawn: dict[str, dict[str, KnownValue]] = {method: {} for method in group.methods}
+    maps: dict[str, dict[str, ImageMap]] = {method: {} for method in group.methods}
     for i, name in enumerate(names):
         for (method, metric), hashes in cells.items():
             value = values[hashes[i]]
@@ -72,24 +72,24 @@ def assemble_unit(unit: Unit, values: KnownValues) -> Done:
             if value.facts is not None:
                 facts[metric] = value.facts
             if value.map is not None:
-                drawn[method].setdefault(name, value)
-    return Done(rows, maps_from(group.label, names, drawn), facts)
+                maps[method].setdefault(name, value.map)
+    return UnitResult(rows, stack_maps(group.label, names, maps), facts)
 
 
-def lost_unit(unit: Unit, reason: str) -> Done:
+def lost_unit(unit: Unit, reason: str) -> UnitResult:
     """The rows of a unit that cannot be run, with the reason as error."""
     rows = [
         ResultRow(name, *pair, model=unit.group.label, cell=cell, error=reason)
-        for pair in unit.group.made
+        for pair in unit.group.hashes
         for name, cell in zip(unit.images.names, unit.cells(pair), strict=True)
     ]
-    return Done(rows, Maps(model=unit.group.label))
+    return UnitResult(rows, Maps(model=unit.group.label))
 
 
 def _run_batch(
     group: Group, images: Images, pairs: Sequence[Pair], resources: Resources, listen: Listener
-) -> dict[tuple[Pair, str], KnownValue]:
-    """The values of these pairs of method and metric for some images, by pair and image name."""
+) -> dict[tuple[Pair, str], CellValue]:
+    """Compute the values of pairs of method and metric for some images, by pair and image name."""
     recipe, vit = group.recipe, load_planned(group, resources.device)
     batch = _load(group, images, vit, resources)
     metrics: dict[str, list[str]] = {}
@@ -120,18 +120,17 @@ def _run_batch(
         if outcome.result is not None
     }
     place = {name: i for i, name in enumerate(batch.names)}
-    found: dict[tuple[Pair, str], KnownValue] = {}
+    values: dict[tuple[Pair, str], CellValue] = {}
     for cell in study.cells():
         pair = cell.method, cell.metric
         evaluation, i = study.evaluations[pair].result, place.get(cell.image)
-        found[pair, cell.image] = KnownValue(
+        explained = "" if cell.target is None else vit.label(cell.target)
+        values[pair, cell.image] = CellValue(
             ResultRow(**vars(cell), model=group.label),
             None if evaluation is None else Facts.of(evaluation),
-            None if i is None or cell.method not in maps else maps[cell.method][i],
-            "" if cell.target is None else vit.label(cell.target),
-            vit.preprocess,
+            None if i is None or cell.method not in maps else ImageMap(maps[cell.method][i], explained, vit.preprocess),
         )
-    return found
+    return values
 
 
 def load_planned(group: Group, device: str) -> Anatomy:
@@ -162,7 +161,7 @@ def _load(group: Group, images: Images, vit: Anatomy, resources: Resources) -> B
 
 @lru_cache(maxsize=2)
 def open_data(key: str, classes: int, labels: tuple[str, ...]) -> tuple[Data, str]:
-    """Open the data of a DataSpec's JSON; also why its labels are not the model's classes, empty if they are.
+    """Open the data of a DataSpec's JSON; also return why its labels are not the model's classes, empty if they are.
 
     Class names of a folder are looked up among the model's class names; without names, the numbers must agree.
     """

@@ -173,11 +173,9 @@ def _watching(as_json: bool) -> Iterator[Listener]:
 
 
 def _print_event(event: Event) -> None:
-    from patchlight.bench.rows import failed
-
     fields = {"event": event.event, **vars(event)}
     if "rows" in fields:
-        fields["failed"] = failed(fields.pop("rows"))
+        fields["failed"] = sum(bool(row.error) for row in fields.pop("rows"))
     print(json.dumps(fields), flush=True)
 
 
