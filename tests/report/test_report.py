@@ -229,12 +229,6 @@ def test_how_it_was_made_is_there(explained: Explained) -> None:
     assert removal_words("token", "zero") == "the tokens of hidden patches are removed from the model's input"
 
 
-def test_sanity_is_reported_where_it_was_asked(explained: Explained) -> None:
-    shown = section_of(replace(explained, sanity={"genatt": 0.9})).maps
-    assert "With random weights the map hardly changes" in shown[0].sanity
-    assert shown[1].sanity == ""
-
-
 def test_refusals(explained: Explained) -> None:
     twice = replace(explained.maps["genatt"], scores=explained.maps["genatt"].scores.repeat(2, 1, 1))
     with pytest.raises(PatchlightError, match="one map per image and method; 'genatt'"):

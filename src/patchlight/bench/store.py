@@ -263,7 +263,8 @@ class Store:
 
     def maps(self, model: str, images: Collection[str]) -> Maps:
         """The maps of all methods for these images of a model."""
-        return join_maps((files.read_maps(images) for files in self.files().values()), model, images)
+        parts = (files.read_maps(images) for files in self.files().values() if files.there)
+        return join_maps(parts, model, images)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[Any]:
         """The rows of every finished unit, as tables."""

@@ -27,7 +27,6 @@ from patchlight.core.paths import command_without_folders, remove_folders
 from patchlight.core.statistics import constant
 from patchlight.evidence.fills import Fill, describe_fill
 from patchlight.methods.requests import list_methods
-from patchlight.study.faithfulness import sanity_words
 
 if TYPE_CHECKING:
     from patchlight.anatomy.opened import Anatomy
@@ -61,7 +60,6 @@ class Explained:
         trial: The faithfulness test.
         results: The result of the test for each map.
         failures: Methods without a map, with the reason.
-        sanity: Similarity of a map to those of a model with random weights, where it was computed.
         sha256: Hash of the image file, if there is one.
     """
 
@@ -72,7 +70,6 @@ class Explained:
     trial: Trial
     results: Mapping[str, Faithfulness]
     failures: Mapping[str, str] = field(default_factory=dict)
-    sanity: Mapping[str, float] = field(default_factory=dict)
     sha256: str = ""
 
 
@@ -90,7 +87,6 @@ class MapEntry:
     dash: str
     result: Faithfulness
     hiding: str
-    sanity: str
     tags: list[tuple[str, bool]]
 
 
@@ -311,7 +307,6 @@ def _map_entry(image: Explained, name: str, colour: str, dash: str) -> MapEntry:
         dash=dash,
         result=result,
         hiding=image.trial.hiding(result).words,
-        sanity=sanity_words(image.sanity[name]) if name in image.sanity else "",
         tags=tags,
     )
 

@@ -72,7 +72,7 @@ class Drawing:
         progress: Whether a progress bar is shown, or the bar.
         stand_in: What the paper's figure was drawn with.
         notes: Sentences below the figure.
-        chosen: The indices of these images among those given.
+        indices: The indices of these images among those given.
         read: Reads some of the given images for another model.
     """
 
@@ -89,29 +89,29 @@ class Drawing:
     progress: Progress | bool = False
     stand_in: str = ""
     notes: list[str] = field(default_factory=list)
-    chosen: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     read: Callable[[Anatomy, Sequence[int]], Drawing] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def select(self, indices: Iterable[int]) -> Drawing:
+    def select(self, rows: Iterable[int]) -> Drawing:
         """The drawing of some of the images; notes are shared."""
-        places = list(indices)
+        rows = list(rows)
 
         def part(value: Any) -> Any:
             if isinstance(value, list | tuple):
-                return type(value)(value[i] for i in places)
-            return None if value is None else value[places]
+                return type(value)(value[i] for i in rows)
+            return None if value is None else value[rows]
 
         target = part(self.user_target) if isinstance(self.user_target, list) else self.user_target
-        fields = ("images", "pictures", "chosen", *ANNOTATIONS)
+        fields = ("images", "pictures", "indices", *ANNOTATIONS)
         return replace(self, user_target=target, **{name: part(getattr(self, name)) for name in fields})
 
     def of(self, vit: Anatomy) -> Drawing:
         """The same images, preprocessed for another model, with boxes and masks on its input."""
         assert self.read is not None
-        images = self.read(vit, self.chosen)
+        images = self.read(vit, self.indices)
         return replace(self, vit=vit, **{key: getattr(images, key) for key in ("images", "pictures", *ANNOTATIONS)})
 
     def of_prediction(self) -> Drawing:
@@ -273,19 +273,19 @@ def read_drawing(vit: Anatomy, images: Any, annotations: Mapping[str, Any], most
         if values is not None and len(values) != count:
             raise PatchlightError(f"{len(values)} {what} for {count} images; give one per image")
 
-    def read(model: Anatomy, chosen: Sequence[int]) -> Drawing:
-        drawing = _of_tensor(model, images, chosen) if data is None else _of_data(model, data, chosen)
+    def read(model: Anatomy, indices: Sequence[int]) -> Drawing:
+        drawing = _of_tensor(model, images, indices) if data is None else _of_data(model, data, indices)
         parts: dict[str, Any] = {}
         if annotations["labels"] is not None:
             targets = resolve_targets(list(annotations["labels"]), count, model.outcomes, model.labels)
             assert targets is not None
-            parts["labels"] = targets.index[:, 0][list(chosen)]
+            parts["labels"] = targets.index[:, 0][list(indices)]
         if model is vit or model.preprocess == vit.preprocess:  # boxes and masks lie on the first model's input
             if annotations["boxes"] is not None:
-                parts["boxes"] = [annotations["boxes"][i] for i in chosen]
+                parts["boxes"] = [annotations["boxes"][i] for i in indices]
             if annotations["masks"] is not None:
-                parts["masks"] = torch.stack([torch.as_tensor(annotations["masks"][i]) for i in chosen])
-        return replace(drawing, **parts, chosen=tuple(chosen), read=read)
+                parts["masks"] = torch.stack([torch.as_tensor(annotations["masks"][i]) for i in indices])
+        return replace(drawing, **parts, indices=tuple(indices), read=read)
 
     return read(vit, range(count)[:most] if data is None else _readable(data, most))
 
@@ -306,11 +306,11 @@ def _readable(data: Data, most: int | None) -> list[int]:
     return good
 
 
-def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
-    batch = load_batch(data, chosen, vit)
+def _of_data(vit: Anatomy, data: Data, indices: Sequence[int]) -> Drawing:
+    batch = load_batch(data, indices, vit)
     if batch.failures:
         raise PatchlightError(batch.failures[0][1])
-    shown = [seen(data[i].image, vit.preprocess.size, vit.preprocess) for i in chosen]
+    shown = [seen(data[i].image, vit.preprocess.size, vit.preprocess) for i in indices]
     foreign = batch.labels is not None and data.labels is not None and len(data.labels) != vit.outcomes
     drawing = Drawing(vit, batch.images, shown, None if foreign else batch.labels, batch.boxes, batch.masks)
     if foreign:
@@ -318,8 +318,8 @@ def _of_data(vit: Anatomy, data: Data, chosen: Sequence[int]) -> Drawing:
     return drawing
 
 
-def _of_tensor(vit: Anatomy, images: Tensor, chosen: Sequence[int]) -> Drawing:
-    batch = to_batch(images[list(chosen)].cpu(), vit.preprocess, vit.channels)
+def _of_tensor(vit: Anatomy, images: Tensor, indices: Sequence[int]) -> Drawing:
+    batch = to_batch(images[list(indices)].cpu(), vit.preprocess, vit.channels)
     shown = [seen(vit.preprocess.picture(image), vit.preprocess.size) for image in batch]
     return Drawing(vit, batch, shown)
 

@@ -70,9 +70,8 @@ def _heats(drawing: Drawing, maps: Attributions, i: int, *class_number: int, tit
 def starts(drawing: Drawing, shown: Count = 1, starts: list[int] | None = None) -> Figure:
     """Each image and the map of DecompX from every block, or from `starts`."""
     drawing.say("the paper does not say what its figure was drawn with")
-    return maps(
-        drawing, methods={f"from block {b}": {"method": "decompx", "start": b} for b in _blocks(drawing, starts)}
-    )
+    methods = {f"from block {b}": {"method": "decompx", "start": b} for b in _blocks(drawing, starts)}
+    return maps(drawing, methods=methods)
 
 
 def _blocks(drawing: Drawing, starts: Sequence[int] | None) -> list[int]:

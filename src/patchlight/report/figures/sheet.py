@@ -82,13 +82,13 @@ def pictures(
     fitted = [replace(row, label="\n".join(wrap_lines(row.label, WIDEST_LABEL, WORDS))) for row in rows]
     columns = max(len(row.cells) for row in rows)
     side = min(largest, (width - label_width(fitted, PAPER) - PAPER.edge - (columns - 1) * PAPER.gap) / columns)
-    fitted = [replace(row, cells=[_wrapped_tile(cell, side) for cell in row.cells]) for row in fitted]
+    fitted = [replace(row, cells=[_wrap_tile(cell, side) for cell in row.cells]) for row in fitted]
     fig = draw_rows(fitted, side, PAPER, DPI, scales, note, min(width, COLUMN))
     _record_cells(fig, rows)
     return fig
 
 
-def _wrapped_tile(tile: Tile | None, side: float) -> Tile | None:
+def _wrap_tile(tile: Tile | None, side: float) -> Tile | None:
     if tile is None:
         return None
     title, caption = ("\n".join(wrap_lines(words, side, WORDS)) for words in (tile.title, tile.caption))
@@ -137,14 +137,14 @@ def show(axes: Axes, picture: Any, title: str = "", label: str = "") -> None:
         spine.set_visible(False)
 
 
-def mean_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def mean_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [P] over images of values [B,P], and the ends of its bootstrap 95 % interval; NaN below six images."""
     values = values.double().cpu()
     mean = values.mean(0)
     if len(values) < FEWEST:
         nothing = torch.full_like(mean, torch.nan)
         return mean, nothing, nothing
-    spread = bootstrap_weights(len(values), seed=seed) @ values / len(values)
+    spread = bootstrap_weights(len(values)) @ values / len(values)
     low, high = torch.quantile(spread, torch.tensor([0.025, 0.975], dtype=spread.dtype), dim=0)
     return mean, low, high
 
@@ -160,14 +160,8 @@ def line(
 ) -> None:
     """Draw the mean of values [B,P] over x [P] with its interval as a band, and record the numbers.
 
-    Args:
-        axes: Where to draw.
-        x: Positions on the axis.
-        values: Values per image and position.
-        label: Name of the line.
-        index: Index of the line, for its style.
-        names: Names of the positions, for the recorded numbers.
-        more: Further style settings.
+    `index` is the number of the line, for its style, which `more` changes. `names` are the names of the positions in
+    the recorded numbers.
     """
     mean, low, high = mean_interval(values)
     places = torch.as_tensor(x).tolist() if names is None else names
@@ -182,14 +176,12 @@ def line(
         )
 
 
-def colour_picture(
-    values: Tensor, ends: tuple[float, float] | None = None, colours: str = "inferno", side: int = 240
-) -> Image.Image:
-    """Numbers [h,w] as colours, from `ends` or from the lowest to the highest; at least `side` pixels high."""
+def colour_picture(values: Tensor, ends: tuple[float, float] | None = None, colours: str = "inferno") -> Image.Image:
+    """Numbers [h,w] as colours, between `ends` or the lowest and the highest; at least 240 pixels high."""
     low, high = (float(values.min()), float(values.max())) if ends is None else ends
     scaled = np.clip((values.detach().double().cpu().numpy() - low) / (high - low if high > low else 1.0), 0, 1)
     picture = Image.fromarray(np.uint8(np.round(255 * np.asarray(colour_map(colours)(scaled))[..., :3])))
-    times = max(1, -(-side // picture.height))
+    times = max(1, -(-240 // picture.height))
     return picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,24 +57,21 @@ def auc_metrics(steps: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def each_image(drawing: Drawing, function: Callable[[int, Tensor], Any], words: str) -> list[Any]:
-    """Call a function with the index of every image and the image, with a progress bar."""
-    results = []
+def each_image(drawing: Drawing, words: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index of every image and the image, with a progress bar."""
     with show_progress(drawing.progress, words) as advance:
         for i, image in enumerate(drawing.images):
-            results.append(function(i, image))
+            yield i, image
             advance(i + 1, len(drawing))
-    return results
 
 
 def impacts(drawing: Drawing, sigma: float = SIGMA, layer: str = NORM1) -> list[Impact]:
     """The masks of every image and their scores."""
     classes = drawing.classes.tolist()
-
-    def image_impact(i: int, image: Tensor) -> Impact:
-        return impact(ask_about(drawing.vit, image, classes[i], drawing.seed), sigma=sigma, layer=layer)
-
-    return each_image(drawing, image_impact, "masking")
+    return [
+        impact(ask_about(drawing.vit, image, classes[i], drawing.seed), sigma=sigma, layer=layer)
+        for i, image in each_image(drawing, "masking")
+    ]
 
 
 @layout
@@ -156,14 +153,13 @@ def mask_similarity(
     layer: str = NORM1,
 ) -> Figure:
     """Similarities of a ViT's masks beside those of other masks: all pairs of one image, and the mean per image."""
-
-    def model_similarities(model: Drawing) -> list[Tensor]:
-        def image_similarities(i: int, image: Tensor) -> Tensor:
-            return mask_similarities(channel_masks(ask_about(model.vit, image), layer)[0], model.vit.extent)
-
-        return each_image(model, image_similarities, "comparing masks")
-
-    sources = {model.vit.name: model_similarities(model) for model in drawing.models}
+    sources = {
+        model.vit.name: [
+            mask_similarities(channel_masks(ask_about(model.vit, image), layer)[0], model.vit.extent)
+            for _, image in each_image(model, "comparing masks")
+        ]
+        for model in drawing.models
+    }
     if cnn_weights is not None:
         sources[cnn] = _similarities_of_cnn(drawing, cnn, cnn_weights)
     else:
@@ -435,12 +431,11 @@ def sensitivity(
 
 def _mask_counts(drawing: Drawing, distances: Sequence[float], layer: str = "blocks[-1].norm1") -> Tensor:
     """The number of masks of each image at each distance [B,P]."""
-
-    def image_counts(i: int, image: Tensor) -> list[float]:
+    counts = []
+    for _, image in each_image(drawing, "clustering"):
         channels, _ = channel_masks(ask_about(drawing.vit, image), layer)
-        return [float(len(cluster_channels(channels, drawing.vit.extent, distance))) for distance in distances]
-
-    return torch.tensor(each_image(drawing, image_counts, "clustering"))
+        counts.append([float(len(cluster_channels(channels, drawing.vit.extent, each))) for each in distances])
+    return torch.tensor(counts)
 
 
 @layout
@@ -454,23 +449,22 @@ def similarity(drawing: Drawing, distances: Distances | None = None, place: Plac
     tree = linkage(squareform(apart.cpu().numpy(), checks=False), "complete")
     order = torch.from_numpy(leaves_list(tree)).long()
     matrix = 1 - apart[order][:, order]
-
-    def by_block(i: int, image: Tensor) -> list[float]:
+    layers, by_image = [f"blocks[{block}].{place}" for block in range(vit.depth)], []
+    for _, image in each_image(drawing, "comparing masks"):
         ask = ask_about(vit, image)
-        layers = [f"blocks[{block}].{place}" for block in range(vit.depth)]
-        return [float(mask_similarities(channel_masks(ask, layer)[0], vit.extent).mean()) for layer in layers]
-
-    means, counts = torch.tensor(each_image(drawing, by_block, "comparing masks")), _mask_counts(drawing, several, last)
+        masks = (channel_masks(ask, layer)[0] for layer in layers)
+        by_image.append([float(mask_similarities(each, vit.extent).mean()) for each in masks])
+    means, counts = torch.tensor(by_image), _mask_counts(drawing, several, last)
     drawing.say("(a) Sim(i, j) of the first image, in the order in which masks are clustered")
     drawing.say_intervals()
     fig = drawing.sheet(2.0)
     first, second, third = fig.subplots(1, 3)
     lowest = float(matrix.min())
-    image = first.imshow(matrix.cpu().numpy(), cmap="cividis", vmin=lowest, vmax=1, interpolation="nearest")
+    shown = first.imshow(matrix.cpu().numpy(), cmap="cividis", vmin=lowest, vmax=1, interpolation="nearest")
     sheet.tidy(first, "(a)", f"{len(matrix)} masks", "")
     first.grid(visible=False)
     first.set_yticks([])
-    bar = fig.colorbar(image, ax=first, shrink=0.75, pad=0.02)
+    bar = fig.colorbar(shown, ax=first, shrink=0.75, pad=0.02)
     bar.ax.tick_params(labelsize=sheet.WORDS - 1, length=2, width=0.5)
     bar.outline.set_visible(False)
     sheet.line(second, range(vit.depth), means, "", 0)
