@@ -238,8 +238,8 @@ def hash_pairs(recipe: Recipe) -> dict[Pair, str]:
     pairs = {}
     for label, digest in methods.items():
         for name, metric in recipe.metrics.items():
-            request = recipe.methods[label].measured_by(metric)
-            pairs[label, name] = json_digest([digest, describe_value(request.metric), describe_value(request.settings)])
+            measure = recipe.methods[label].measured_by(metric)
+            pairs[label, name] = json_digest([digest, describe_value(measure.metric), describe_value(measure.settings)])
     return pairs
 
 

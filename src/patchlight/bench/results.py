@@ -119,6 +119,7 @@ class _Collector:
     """The values of a run as arrays [model, method, metric, image]; errors and reasons are indices of `words`."""
 
     def __init__(self, recipe: Recipe, images: Sequence[str]) -> None:
+        axes: dict[str, Collection[str]]
         axes = {"model": recipe.models, "method": recipe.methods, "metric": recipe.metrics, "image": images}
         shape = tuple(map(len, axes.values()))
         self.recipe = recipe
