@@ -1,4 +1,4 @@
-"""The benchmark: from a recipe to a table one can trust. Needs the extra `bench`."""
+"""Benchmarks: recipes, runs and their tables. Needs the extra `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes methods and metrics as plain data, so that a change of a user's own code changes their hash."""
+"""Describes methods and metrics as plain data, so that a change of a user's code changes their hash."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def describe_value(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(repr(describe_value(one, seen)) for one in value)
     if isinstance(value, type | FunctionType | ModuleType):
-        return _defined(value, seen)
+        return _describe_definition(value, seen)
     if isinstance(value, nn.Module):
         return [_plain(value), fingerprint(value), describe_value(type(value), seen)]
     if isinstance(value, functools.partial):
@@ -58,12 +58,12 @@ def describe_value(value: Any, seen: frozenset[int] = frozenset()) -> Any:
             describe_value(type(value), seen),
             {f.name: describe_value(getattr(value, f.name), seen) for f in fields(value)},
         ]
-    held = getattr(value, "__dict__", None) if not _installed(type(value).__module__) else None
-    return [describe_value(type(value), seen), describe_value(held, seen) if held else _plain(value)]
+    attributes = getattr(value, "__dict__", None) if not _installed(type(value).__module__) else None
+    return [describe_value(type(value), seen), describe_value(attributes, seen) if attributes else _plain(value)]
 
 
-def _defined(value: Any, seen: frozenset[int]) -> Any:
-    """A function, class or module: its name, and for a user's own its files or code."""
+def _describe_definition(value: Any, seen: frozenset[int]) -> Any:
+    """A function, class or module: its name; if it is the user's, also its files or code."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
     name = f"{home}.{getattr(value, '__qualname__', '')}"
     if _installed(home):
@@ -73,8 +73,8 @@ def _defined(value: Any, seen: frozenset[int]) -> Any:
         assert module is not None
         return [getattr(value, "__qualname__", ""), _sources(module)]
     if isinstance(value, type):
-        own = {key: describe_value(one, seen) for key, one in vars(value).items() if callable(one) or key[:2] != "__"}
-        return ["class", [describe_value(base, seen) for base in value.__bases__], own]
+        members = {k: describe_value(v, seen) for k, v in vars(value).items() if callable(v) or k[:2] != "__"}
+        return ["class", [describe_value(base, seen) for base in value.__bases__], members]
     if not isinstance(value, FunctionType):
         return name
     cells = [_content(cell) for cell in value.__closure__ or ()]
@@ -137,8 +137,8 @@ def _digest(value: Any) -> str:
     """The hash of bytes, or of an array with its type and shape."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
-        about, value = [str(value.dtype), list(value.shape)], value.flatten().view(torch.uint8).numpy()
+        header, value = [str(value.dtype), list(value.shape)], value.flatten().view(torch.uint8).numpy()
     else:
-        about = [str(value.dtype), list(value.shape)] if isinstance(value, np.ndarray) else []
+        header = [str(value.dtype), list(value.shape)] if isinstance(value, np.ndarray) else []
     data = np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else bytes(value)
-    return hashlib.sha256(repr(about).encode() + data).hexdigest()
+    return hashlib.sha256(repr(header).encode() + data).hexdigest()

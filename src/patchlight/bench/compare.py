@@ -1,4 +1,4 @@
-"""Compares two runs: what differs between them, and the difference of every number on shared images."""
+"""Compares two runs: their recipes, images and versions, and every number on shared images."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs, what differs between them, and their numbers; `incomplete` has a sentence for each incomplete run."""
+    """Two runs, their differences and their numbers; `incomplete` has a sentence for each incomplete run."""
 
     first: str
     second: str
@@ -147,8 +147,8 @@ def _on_images(column: Evaluation, places: Tensor) -> Evaluation:
 def _note(key: Key, run_differences: Sequence[Difference]) -> str:
     """Which of the model, the method and the metric differ between the runs."""
     subjects = {difference.subject for difference in run_differences if difference.incompatible}
-    named = zip(("model", "method", "metric"), key, strict=True)
-    return ", ".join(f"other {kind}" for kind, label in named if (kind, label) in subjects)
+    labels = zip(("model", "method", "metric"), key, strict=True)
+    return ", ".join(f"other {kind}" for kind, label in labels if (kind, label) in subjects)
 
 
 def as_markdown(comparison: RunComparison) -> str:
@@ -199,12 +199,13 @@ def as_json(comparison: RunComparison) -> dict[str, Any]:
 
 def differences(first: Manifest, second: Manifest, a: str, b: str) -> list[Difference]:
     """What differs between two runs named `a` and `b`; incompatible differences come first."""
-    found = [*_run_differences(first, second, a, b), *_image_differences(first, second, a, b)]
-    return sorted([*found, *_label_differences(first, second, a, b)], key=lambda one: not one.incompatible)
+    kinds = (_run_differences, _image_differences, _label_differences)
+    every = [difference for kind in kinds for difference in kind(first, second, a, b)]
+    return sorted(every, key=lambda difference: not difference.incompatible)
 
 
 def _run_differences(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
-    """Differences of whole runs."""
+    """Differences in recipe, code, device and versions."""
     version = first.versions.get("patchlight", "?")
 
     def identity(run: Manifest) -> dict[str, object]:

@@ -67,7 +67,7 @@ def content_of(data: Data, index: int) -> str:
 
 
 def same_classes(data: Data, indices: Sequence[int], contents: Sequence[str]) -> bool:
-    """Whether the samples still have the classes that these hashes end with, as far as no file needs to be read."""
+    """Whether the samples still have the classes that these hashes end with; no image is read."""
     if data.sources is None:
         return True
     try:

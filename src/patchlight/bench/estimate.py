@@ -13,7 +13,6 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.bench.events import Listener, Planning
 from patchlight.bench.local import SECONDS, unit_size
 from patchlight.bench.plan import Group, Plan
 from patchlight.bench.unit import Resources, load_planned, run_unit
@@ -53,18 +52,12 @@ class _Enough(BaseException):
     """The sample took too long. Not an Exception, so that methods do not catch it."""
 
 
-def estimate_costs(
-    plan: Plan, device: str = "cpu", limit: float = SAMPLE, listen: Listener = lambda event: None
-) -> list[Estimated]:
+def estimate_costs(plan: Plan, device: str = "cpu", limit: float = SAMPLE) -> list[Estimated]:
     """Run the first batch of every group, twice if that is quick, and extrapolate to all images."""
-    estimates = []
-    for i, group in enumerate(plan.groups):
-        listen(Planning(i, len(plan.groups)))
-        estimates.append(_estimated(plan, group, device, limit))
-    return estimates
+    return [_estimate(plan, group, device, limit) for group in plan.groups]
 
 
-def _estimated(plan: Plan, group: Group, device: str, limit: float) -> Estimated:
+def _estimate(plan: Plan, group: Group, device: str, limit: float) -> Estimated:
     vit = load_planned(group, device)
     resources = Resources(device, free_chunk(vit))
     unit = plan.unit(group, 0, min(group.batch_size, len(plan.images)))
@@ -113,17 +106,17 @@ def _peak() -> int:
 
 @contextlib.contextmanager
 def _counting(vit: Anatomy, limit: float) -> Iterator[list[int]]:
-    """Count what passes through the model's first block, and stop after `limit` seconds; the model is not changed."""
+    """Count the inputs of the model's first block, and stop after `limit` seconds; the model is not changed."""
     count, until = [0], time.perf_counter() + limit
     first = vit.blocks[0] if len(vit.blocks) else vit.model
 
-    def seen(module: object, inputs: tuple[object, ...]) -> None:
+    def count_inputs(module: object, inputs: tuple[object, ...]) -> None:
         if module is first:
             count[0] += len(inputs[0]) if inputs and isinstance(inputs[0], torch.Tensor) else 1
         if time.perf_counter() > until:
             raise _Enough
 
-    handle = register_module_forward_pre_hook(seen)
+    handle = register_module_forward_pre_hook(count_inputs)
     try:
         yield count
     finally:

@@ -98,7 +98,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to work: its store, plan and resources, and notes on what changed."""
+    """A prepared run: its store, plan and resources, and notes on changes."""
 
     store: Store
     plan: Plan
@@ -267,7 +267,7 @@ def _submit(flight: Flight, executor: Executor) -> Future[Finished]:
 
 
 class Cutter:
-    """Cuts the missing values of a shard into units of about `SECONDS`, in whole batches.
+    """Cuts the missing values of a shard into units of about `SECONDS`, in complete batches.
 
     Models come one after the other, because loading is slow. Within a model, all methods advance through the images
     together, so that an incomplete run can be compared. The first unit of a group is one batch; its time determines the
@@ -321,7 +321,7 @@ class Cutter:
 
 
 def unit_size(group: Group, images: float) -> int:
-    """The number of images of a unit: about `images`, in whole batches."""
+    """The number of images of a unit: about `images`, in complete batches."""
     return max(1, -(-int(min(images, MOST)) // group.batch_size)) * group.batch_size
 
 

@@ -154,7 +154,7 @@ class Shard:
         return shard
 
     def span(self, images: int, batch_size: int) -> tuple[int, int]:
-        """The first image of this shard and the end of it, in whole batches."""
+        """The first image of this shard and the one after its last, in complete batches."""
         batches = -(-images // batch_size)
         begin, end = (-(-place * batches // self.count) * batch_size for place in (self.number - 1, self.number))
         return min(begin, images), min(end, images)
@@ -331,7 +331,7 @@ def _choose_images(recipe: Recipe, data: Data) -> tuple[Sequence[int], list[str]
 
 
 def _missing(recipe: Recipe, annotations: Sequence[set[str]]) -> list[str]:
-    """A note for each metric whose annotations no image has; an error if that is true of all metrics."""
+    """A note for each metric whose annotations are missing; an error if those of all metrics are."""
     available = set().union(*annotations)
     if not annotations:
         return []

@@ -77,7 +77,7 @@ class Cluster:
         # With max_calls=0, Ray keeps a GPU process, and its model, after a task
         self.task = ray.remote(num_cpus=self.threads, num_gpus=self.gpus, max_retries=0, max_calls=0)(task)
         self.job = ray.put(worker_job(prepared.resources, self.threads))
-        self.seen = time.monotonic()
+        self.last_room = time.monotonic()
         if not self.room():
             raise PatchlightError(self._no_room())
 
@@ -88,8 +88,8 @@ class Cluster:
     @property
     def slots(self) -> int:
         room = self.room()
-        self.seen = time.monotonic() if room else self.seen
-        if time.monotonic() - self.seen > PATIENCE:
+        self.last_room = time.monotonic() if room else self.last_room
+        if time.monotonic() - self.last_room > PATIENCE:
             raise PatchlightError(
                 f"for {PATIENCE:.0f} seconds, no node of the Ray cluster has had {self._needs()}, which a task needs; "
                 "finished units are stored, and the same command resumes the run when `ray status` shows nodes again"
@@ -165,7 +165,7 @@ def connect_to(address: str) -> Iterator[None]:
 
 
 class OwnOutput:
-    """A stream that drops what Ray's own threads print; notes of the run report what happens to nodes."""
+    """A stream without the output of Ray's own threads; notes of the run report failed nodes."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -179,10 +179,10 @@ class OwnOutput:
 
 
 def _last_cluster() -> str:
-    """The address that "auto" stands for, which may be that of a dead cluster; empty if there is none."""
+    """The address that "auto" uses, which may be that of a dead cluster; empty if there is none."""
     record = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster")
-    found = os.environ.get("RAY_ADDRESS") or (record.read_text(encoding="utf-8") if record.is_file() else "")
-    return found if re.fullmatch(r"[^/\s]+:\d+", found) else ""
+    address = os.environ.get("RAY_ADDRESS") or (record.read_text(encoding="utf-8") if record.is_file() else "")
+    return address if re.fullmatch(r"[^/\s]+:\d+", address) else ""
 
 
 def _check_reachable(address: str) -> None:

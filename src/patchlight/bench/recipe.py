@@ -82,12 +82,7 @@ def read_recipe(source: str | Path) -> tuple[Recipe, str]:
 
 
 def parse(text: str, where: str = "recipe") -> Recipe:
-    """Parse a recipe in TOML and check its names and settings.
-
-    Args:
-        text: The recipe.
-        where: What errors call it.
-    """
+    """Parse a recipe in TOML and check its names and settings; errors call it `where`."""
     recipe = parse_as(Recipe, text, where)
 
     def error_at(keys: Keys, sentence: object) -> PatchlightError:
@@ -146,8 +141,8 @@ def _check_published(recipe: Recipe, error_at: ErrorAt) -> None:
             keys = ("published", label, row)
             if row not in recipe.methods:
                 raise error_at(keys, f"no method is called '{row}'; {nearest(row, recipe.methods)}")
-            plain = isinstance(numbers, list) and all(type(one) in (int, float) for one in numbers)
-            if not plain or len(numbers) != len(printed.metrics):
+            valid = isinstance(numbers, list) and all(type(number) in (int, float) for number in numbers)
+            if not valid or len(numbers) != len(printed.metrics):
                 count = len(printed.metrics)
                 raise error_at(keys, f"'{row}' has {numbers!r}; give {count} numbers (nan for a missing one)")
 
@@ -183,7 +178,7 @@ class Overrides:
         seed: The random seed.
         target: The class to explain: `label` or `prediction`.
         settings: Further settings of methods and metrics, by label.
-        about: Labels and preprocessing of the models, in order.
+        model_options: Labels and preprocessing of the models, in order.
         flags: Model settings that apply to all models.
     """
 
@@ -196,7 +191,7 @@ class Overrides:
     seed: int | None = None
     target: str | None = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    about: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    model_options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -211,18 +206,18 @@ def override(recipe: Recipe, overrides: Overrides | None = None, **changes: Any)
         raise PatchlightError(f"target '{changed.target}' is not valid; give label or prediction")
     return recipe.model_copy(
         update={
-            "models": _models(recipe, changed.models, {"weights": changed.weights, **changed.about}, changed.flags),
+            "models": _models(recipe, changed),
             "data": data,
             "data_of": {} if data.stands_for else recipe.data_of,
-            "methods": _set(recipe.methods, changed.settings),
-            "metrics": _set(recipe.metrics, changed.settings),
+            "methods": _with_settings(recipe.methods, changed.settings),
+            "metrics": _with_settings(recipe.metrics, changed.settings),
             "seed": recipe.seed if changed.seed is None else changed.seed,
             "target": changed.target or recipe.target,
         }
     )
 
 
-def _set(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, T]:
+def _with_settings(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, T]:
     """Methods or metrics with further settings, by label."""
     changed = {label: spec.changed(**settings[label]) for label, spec in specs.items() if settings.get(label)}
     for spec in changed.values():
@@ -230,19 +225,19 @@ def _set(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> d
     return {**specs, **changed}
 
 
-def _models(
-    recipe: Recipe, models: Sequence[str], about: Mapping[str, Sequence[Any]], flags: Mapping[str, Any]
-) -> dict[str, ModelSpec]:
-    """The user's models, else the recipe's, with the settings that were given for each."""
-    places = [_place(recipe, text) for text in models] or [(label, spec.name) for label, spec in recipe.models.items()]
-    for what, values in about.items():
-        if len(values) > len(places):
-            raise PatchlightError(f"{len(values)} {what} were given for {len(places)} model(s)")
+def _models(recipe: Recipe, overrides: Overrides) -> dict[str, ModelSpec]:
+    """The user's models, else the recipe's, with their options."""
+    names = [_label_and_name(recipe, text) for text in overrides.models]
+    names = names or [(label, spec.name) for label, spec in recipe.models.items()]
+    options: dict[str, Sequence[Any]] = {"weights": overrides.weights, **overrides.model_options}
+    for option, values in options.items():
+        if len(values) > len(names):
+            raise PatchlightError(f"{len(values)} {option} were given for {len(names)} model(s)")
     specs: dict[str, ModelSpec] = {}
-    for place, (label, name) in enumerate(places):
+    for i, (label, name) in enumerate(names):
         base = recipe.models[label]
-        mine = {what: values[place] for what, values in about.items() if place < len(values)}
-        spec = base.other(name, **mine, **flags)
+        changes = {option: values[i] for option, values in options.items() if i < len(values)}
+        spec = base.other(name, **changes, **overrides.flags)
         shown = label if name == base.name else name
         if shown in specs:
             raise PatchlightError(f"model '{name}' was given twice")
@@ -250,8 +245,8 @@ def _models(
     return specs
 
 
-def _place(recipe: Recipe, text: str) -> tuple[str, str]:
-    """The label and the name in `LABEL=NAME`; `NAME` alone stands for the only model of the recipe."""
+def _label_and_name(recipe: Recipe, text: str) -> tuple[str, str]:
+    """The label and the name in `LABEL=NAME`; a `NAME` alone replaces the only model of the recipe."""
     label, equals, name = text.partition("=")
     if equals and label in recipe.models:
         return label, name

@@ -89,7 +89,7 @@ class Store:
         return self.folder if shard == WHOLE else self.folder / "shards" / f"{shard.number}-of-{shard.count}"
 
     def shards(self) -> list[Path]:
-        """The folders with units: the run's own, and one for each shard that was started."""
+        """The folders with units: that of the run, and one for each shard that was started."""
         return [self.folder, *sorted((self.folder / "shards").glob("*-of-*"))]
 
     def make(self, shard: Shard = WHOLE) -> None:

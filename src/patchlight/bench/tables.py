@@ -104,8 +104,8 @@ class RunTables:
 
     def badge(self, method: str) -> str:
         """ "ignores the class" for such a method in a run that explains the images' labels."""
-        asks = self.recipe.target == "label" and self.recipe.methods[method].request.ignores_class
-        return "ignores the class" if asks else ""
+        ignores = self.recipe.target == "label" and self.recipe.methods[method].request.ignores_class
+        return "ignores the class" if ignores else ""
 
     def images(self, model: str) -> int:
         """The number of images behind the means of a model's table; single cells may have fewer."""
@@ -133,7 +133,7 @@ class RunTables:
         )
 
     def seconds(self, model: str, method: str) -> float:
-        """Seconds per explanation; for a shared pass, those of the whole pass."""
+        """Seconds per explanation; for a shared pass, seconds of the pass."""
         return self.by_key[model, method, next(iter(self.recipe.metrics))].explain_seconds
 
     def seconds_text(self, model: str, method: str) -> str:
@@ -270,7 +270,7 @@ def _gap_cell(run: RunTables, model: str, gap: Gap, metric: str) -> str:
 
 
 def _published(cell: CellText) -> str:
-    """The paper's number beside ours, where we have one."""
+    """The paper's number, in brackets after a measured one."""
     return f" ({cell.published})" if cell.published and cell.mean not in ("failed", "–") else ""
 
 

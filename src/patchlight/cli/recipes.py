@@ -68,7 +68,7 @@ class RecipeOptions:
             models: dict[str, Any] = {
                 "models": self.model or (),
                 "weights": self.weights or (),
-                "about": per_model,
+                "model_options": per_model,
                 "flags": flags,
             }
             return override(read, **options, **models), text

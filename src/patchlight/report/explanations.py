@@ -39,7 +39,7 @@ of the score remains when every patch is hidden."""
 BAND = (0.05, 0.95)
 """Quantiles of the random orders between which a chart is shaded."""
 SMALL = 280
-"""Largest width of a map beside others, in pixels; the first map is as large as the picture given."""
+"""Largest width of maps that are shown side by side, in pixels; the first map is as large as the picture."""
 CAVEATS = (
     "The map shows which patches drove the score, not whether the prediction is right.",
     "Images with hidden patches are unlike the training images, so compare every number with that of random patches.",
@@ -53,8 +53,8 @@ class Explained:
     """The content of a report about one image.
 
     Attributes:
-        name: What the report calls the image.
-        picture: What the model sees of the image.
+        name: Name of the image in the report.
+        picture: The part of the image that the model takes.
         predictions: The best classes with their scores.
         maps: One map per method; the first is shown large.
         trial: The faithfulness test.
@@ -211,15 +211,7 @@ def describe_run(
     warnings: Sequence[str] = (),
     left_out: Sequence[str] = (),
 ) -> Provenance:
-    """How maps and their test were computed; absolute paths are shortened to names.
-
-    Args:
-        maps: The maps of one image.
-        trial: The test of that image.
-        command: The command that makes the same report.
-        warnings: Warnings while the maps were computed.
-        left_out: Sentences about images that could not be explained.
-    """
+    """How the maps of an image and their test were computed; absolute paths are shortened to names."""
     registered = {info.name: info for info in list_methods()}
     first, vit = next(iter(maps.values())), trial.vit
     methods = []

@@ -188,7 +188,7 @@ def _distinct(names: Sequence[Path]) -> list[Path]:
 def _explain_each(
     questions: Sequence[Anatomy], paths: list[Path], options: ExplainOptions, log: FileLog
 ) -> Iterator[ExplainedFile]:
-    """Yield the images of each question; an image without the first detection is not asked for the second."""
+    """Yield the images of each question; an image without the first detection is skipped for the second."""
     for question in questions:
         explained = []
         for one in explain_files(question, paths, options, log):
@@ -202,11 +202,7 @@ def write_explanations(
 ) -> WrittenFiles:
     """Explain the images and write the files of the task.
 
-    Args:
-        task: The images and the files to write.
-        vit: The model.
-        say: Called with each message.
-        advance: Called with the number of images done.
+    `say` is called with each message, and `advance` with the number of images done.
     """
     if task.report is not None and vit.layout.inputs != "images":
         raise PatchlightError(f"a report draws pictures, and {vit.name} takes {vit.layout.inputs}; leave out --report")

@@ -1,1 +1,1 @@
-"""Images, methods and metrics to cells, and what cells say: tables, rankings and recommendations."""
+"""Explains images, measures the maps, and compares methods: cells, tables, rankings and recommendations."""

@@ -31,7 +31,7 @@ inconclusive."""
 MEDIUM, LARGE = 0.1, 0.3
 """Effects of at least this size are called medium and large; smaller ones are called small."""
 HIDDEN = 0.1
-"""The share of the patches whose hiding is described in words. It is fixed, so that nobody can choose the best step."""
+"""The share of the patches whose hiding is described in words; fixed, so that the best step cannot be picked."""
 HARDLY = 0.01
 """A score that changes by at most this much (an unbounded output: by this share of its size) "hardly changes"."""
 LETTERS = 40

@@ -35,7 +35,7 @@ EXPLAINED, MEASURED = 16, 64
 
 @dataclass(frozen=True)
 class FileLog:
-    """Failures by path or name of an image, and warnings; `say` is called with each at once."""
+    """Failures by path or name of an image, and warnings; `say` is called with each message."""
 
     say: Callable[[str], None] = lambda words: None
     errors: list[tuple[str, str]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class FileLog:
 
 @dataclass(frozen=True)
 class ExplainedFile:
-    """An image, what the model sees of it, its maps by method, and its best classes."""
+    """An image, as a picture and as the model's input, its maps by method, and its best classes."""
 
     path: Path
     tensor: Tensor
@@ -223,16 +223,11 @@ def _number(value: float) -> float | None:
 def find_maps(
     folder: Path, data: Data, methods: Sequence[str], keep_others: bool = True
 ) -> tuple[dict[str, dict[str, Path]], list[str], Data]:
-    """The attributions saved below a folder, by image and method.
+    """Find the attributions that `patchlight explain … --save` wrote to a folder.
 
-    Args:
-        folder: What `patchlight explain … --save` wrote. Names there lack the suffix if it is not needed.
-        data: The images.
-        methods: The methods to measure; by default all that have maps. A method without maps is an error.
-        keep_others: Whether to keep maps of other images, so that they are reported.
-
-    Returns:
-        The folders of the maps, the methods, and the images that have maps.
+    Image names there lack the suffix if it is not needed. Returns the folders of the maps by image and method, the
+    methods (`methods`, or by default all that have maps), and the images that have maps. With `keep_others`, maps of
+    other images are returned as well, so that they are reported.
     """
     if not folder.is_dir():
         raise PatchlightError(f"no folder of maps at '{folder}'; `patchlight explain … --save {folder}` writes one")

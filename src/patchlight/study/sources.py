@@ -109,7 +109,7 @@ def map_count(maps: Any) -> int | None:
 
 
 def source_of(maps: Any, count: int | None, vit: Anatomy) -> Source:
-    """The source of maps: what was given, the method that computes them, or for an Attribution both."""
+    """The source of maps: the maps themselves, the method that computes them, or for an Attribution both."""
     if isinstance(maps, Source):
         return maps
     if isinstance(maps, str):

@@ -1,4 +1,4 @@
-"""What a figure is drawn from: a model, and images with their annotations."""
+"""The input of a figure: a model, and images with their annotations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Methods = Annotated[dict[str, Any] | list[str], BeforeValidator(split_names)]
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """What a figure is drawn from: a model, and images with their annotations.
+    """The input of a figure: a model, and images with their annotations.
 
     Attributes:
         vit: The model.
@@ -157,7 +157,7 @@ class Drawing:
         return short(self.vit.label(int(index)))
 
     def working(self, methods: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-        """The methods that work on this model; the note names the others."""
+        """The methods that work on this model; the note names those that do not."""
         labelled = by_label(methods)
         reasons = {}
         for label, method in labelled.items():
@@ -218,13 +218,13 @@ class Drawing:
             self.notes.append(words)
 
     def say_intervals(self, what: str = "bands") -> None:
-        """Add to the note what bands (or bars) are, or why there are none."""
+        """Add the meaning of bands (or bars) to the note, or why there are none."""
         enough = len(self) >= FEWEST
         self.say(f"{what}: 95 % intervals over images" if enough else f"no intervals for fewer than {FEWEST} images")
 
     @property
     def note(self) -> str:
-        """The text below the figure: what it was drawn with, what the paper used, and the notes."""
+        """The text below the figure: its model and images, those of the paper, and the notes."""
         models = self.vit.name if self.other is None else f"{self.vit.name} and {self.other.name}"
         count = f"{len(self)} image{'' if len(self) == 1 else 's'}"
         drawn = f"Drawn with {models} and {count}" + (f"; the paper: {self.stand_in}" if self.stand_in else "")
@@ -239,11 +239,7 @@ class Drawing:
     ) -> tuple[ShownFigure, Axes]:
         """A figure with rows of pictures above one chart, and the axes of the chart.
 
-        Args:
-            rows: The pictures, with titles and row labels.
-            side: Height of a row, in inches.
-            chart: Height of the chart, in inches.
-            spare: Additional height for titles, in inches.
+        `side` is the height of a row, `chart` that of the chart and `spare` that of titles, in inches.
         """
         fig = self.sheet(len(rows) * side + chart + spare)
         grid = fig.add_gridspec(len(rows) + 1, len(rows[0].cells), height_ratios=[*[side] * len(rows), chart])
@@ -259,14 +255,7 @@ class Drawing:
 
 
 def read_drawing(vit: Anatomy, images: Any, annotations: Mapping[str, Any], most: int | None) -> Drawing:
-    """Preprocess the images and their annotations; unreadable images are skipped.
-
-    Args:
-        vit: The model.
-        images: A folder, paths, PIL images, a tensor or a data set.
-        annotations: Labels, boxes and masks by name; None if there are none.
-        most: The largest number of images to take.
-    """
+    """Preprocess images and their annotations, by name; unreadable images are skipped, at most `most` are taken."""
     data = None if isinstance(images, Tensor) else images if isinstance(images, Data) else _as_data(images)
     count = len(images) if data is None else len(data)
     for what, values in annotations.items():

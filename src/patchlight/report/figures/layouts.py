@@ -282,7 +282,7 @@ def skipplus_metrics(drawing: Drawing, points: int) -> dict[str, dict[str, Any]]
 
 
 def _models(drawing: Drawing) -> list[Drawing]:
-    """The models; the note names one whose input the given masks do not fit."""
+    """The models; the note names one whose input the masks do not fit."""
     models = drawing.models
     without = [model.vit.name for model in models if model.masks is None]
     if len(without) == 1 < len(models):

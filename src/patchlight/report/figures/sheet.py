@@ -72,12 +72,8 @@ def pictures(
 ) -> ShownFigure:
     """A figure of rows of pictures with the note below.
 
-    Args:
-        note: Text below the pictures.
-        rows: The pictures.
-        width: Largest width of the figure, in inches; few pictures make a narrower one.
-        scales: The colour scales to explain: unsigned (False), signed (True).
-        largest: Largest width of a picture, in inches.
+    The figure is at most `width` inches wide and a picture at most `largest`. `scales` are the colour scales to
+    explain: unsigned (False), signed (True).
     """
     fitted = [replace(row, label="\n".join(wrap_lines(row.label, WIDEST_LABEL, WORDS))) for row in rows]
     columns = max(len(row.cells) for row in rows)

@@ -152,7 +152,7 @@ def mask_similarity(
     cnn_weights: str | None = None,
     layer: str = NORM1,
 ) -> Figure:
-    """Similarities of a ViT's masks beside those of other masks: all pairs of one image, and the mean per image."""
+    """Similarities of a ViT's masks and of other masks: all pairs of one image, and the mean per image."""
     sources = {
         model.vit.name: [
             mask_similarities(channel_masks(ask_about(model.vit, image), layer)[0], model.vit.extent)

@@ -68,11 +68,8 @@ class Panel:
 def choose_metrics(selection: Selection | None, vit: Anatomy, affordable: float = math.inf) -> Panel:
     """The metrics of a race.
 
-    Args:
-        selection: The user's metrics, of which the first decides. Default: SRG over two fills decides, and others are
-            reported if they work on the model.
-        vit: The model.
-        affordable: The number of forward passes within the budget; with few, SRG has fewer steps.
+    The first of the user's metrics decides. By default, SRG over two fills decides, and others are reported if they
+    work on the model. SRG has fewer steps if only few forward passes are `affordable` within the budget.
     """
     if selection is not None:
         requests = resolve_all(selection, {}, MetricRequest, "metric", resolve_metric)

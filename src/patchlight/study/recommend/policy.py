@@ -132,7 +132,7 @@ class Policy:
         return NO_TIME if self.clock.spent + total > share * self.clock.budget else ""
 
     def _in_order(self, first: Sequence[int]) -> list[str]:
-        """Random, the three cheapest methods, and the others in order of worth."""
+        """Random, the three cheapest methods, and all others in order of promise."""
         left_out = self.record.left_out
         takes = {label: self._seconds(label, first) for label in self.worker.panel.methods if label not in left_out}
         if self.floor not in takes or len(takes) < 2:

@@ -89,7 +89,7 @@ def paired_test(first: np.ndarray, second: np.ndarray) -> Pair:
 
 @dataclass(frozen=True, eq=False)
 class Race:
-    """The scores of a race, and what follows from them at 95 % confidence.
+    """The scores of a race, and their statistics at 95 % confidence.
 
     Two methods are compared on the images that both have, up to the last planned look. Therefore the correction
     (Bonferroni over all ordered pairs and all looks) does not depend on when the race stops or in which order it runs.
@@ -160,7 +160,7 @@ class Race:
         return 1 - min(1.0, self.pair(method, self.floor).p * ALPHA / self.level_of_random)
 
     def same(self, first: str, second: str) -> bool:
-        """Whether the two differ significantly by less than `worth`: the whole confidence interval lies inside."""
+        """Whether the two differ by less than `worth`, at both ends of the confidence interval."""
         pair = self.pair(first, second)
         return pair.images >= FEWEST and abs(pair.mean) + pair.reach(self.level) < self.worth
 

@@ -120,7 +120,7 @@ def _comparison(verdict: Verdict) -> Iterator[str]:
 
 
 def _blank(verdict: Verdict) -> Iterator[str]:
-    """What blanking the whole image does to the score."""
+    """The effect of blanking the whole image on the score."""
     if verdict.blanked:
         each = " and ".join(
             f"{effect.change:.3f} under {fill} (falls on {plural(effect.falls, 'image')}, rises on {effect.rises})"

@@ -1,4 +1,4 @@
-"""Run measurements within a time budget: costs are predicted from earlier ones, and what does not fit is skipped."""
+"""Run measurements within a time budget: costs are predicted from earlier ones, steps that do not fit are skipped."""
 
 from __future__ import annotations
 
