@@ -146,8 +146,8 @@ def test_units_are_whole_batches_of_about_half_a_minute(images: Path) -> None:
     assert first is not None
     assert second is not None
     assert [(unit.start, unit.stop) for unit in (first, second)] == [(0, 1), (0, 1)], "of both groups, the first image"
-    cutter.time(first, local.SECONDS / 2)
-    cutter.time(second, local.SECONDS / 100)
+    cutter.record_time(first, local.SECONDS / 2)
+    cutter.record_time(second, local.SECONDS / 100)
     cuts = [cutter.cut(), cutter.cut(), cutter.cut(), cutter.cut()]
     assert [(u.group.methods == first.group.methods, u.start, u.stop) for u in cuts if u is not None] == [
         (True, 1, 3),
@@ -157,7 +157,7 @@ def test_units_are_whole_batches_of_about_half_a_minute(images: Path) -> None:
     ]
     assert (cutter.cut(), cutter.left) == (None, 0)
     shared = Cutter(planned, WHOLE, [first])
-    shared.time(first, 1e-6)
+    shared.record_time(first, 1e-6)
     shared.todo[planned.groups[1].key] = []
     sizes = [len(unit.images) for unit in iter(lambda: shared.cut(2), None)]
     assert sizes == [1] * 5, "both workers have some"

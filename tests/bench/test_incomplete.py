@@ -129,12 +129,6 @@ def test_status_says_incomplete(interrupted: Path) -> None:
     assert json.loads(printed)["incomplete"] is True
 
 
-def test_a_complete_run_shows_no_n(tmp_path: Path) -> None:
-    synthesise(tmp_path / "run", images=12, methods=5, metrics=2, unit=2, seed=3)
-    page = as_markdown(read_tables(tmp_path / "run"))
-    assert "Incomplete" not in page
-
-
 def test_methods_that_ignore_the_class_are_marked_where_labels_are_explained(interrupted: Path) -> None:
     run = read_tables(interrupted)
     labels = replace(run, recipe=run.recipe.model_copy(update={"target": "label"}))

@@ -60,6 +60,7 @@ def test_csv_has_full_precision_and_timing_last(out: Path, tables: RunTables) ->
 def test_markdown_scales_and_marks(tables: RunTables) -> None:
     table = as_markdown(tables)
     assert "| method | Ins ↑ | Del ↓ | s/image |" in table
+    assert "Incomplete" not in table
     cell = tables.by_key["Pocket", "GenAtt", "Del"]
     assert f"{100 * cell.mean:.1f}" in next(line for line in table.splitlines() if line.startswith("| GenAtt"))
     assert "(0.500)" in table

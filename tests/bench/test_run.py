@@ -31,7 +31,6 @@ from patchlight.bench.store import Store
 from patchlight.bench.unit import Resources, run_unit
 from patchlight.cli import app
 from patchlight.core.errors import PatchlightError
-from patchlight.data import Data, Sample
 from patchlight.methods.base import METHODS, Ask, own_passes
 from patchlight.study import run as driver
 from tests.bench.processes import FORKING
@@ -113,26 +112,6 @@ def test_a_value_depends_on_what_matters_and_not_on_paths(images: Path, tmp_path
     assert {key[3] for key in one if quick[key] != one[key]} == {"Ins"}
     fewer = cells(plan(override(recipe(images), images=3)))
     assert all(one[key] == cell for key, cell in fewer.items())
-
-
-def test_a_value_depends_on_classes_boxes_and_masks(images: Path) -> None:
-    with Image.open(images / "0.png") as opened:
-        picture = opened.convert("RGB")
-    mask = torch.zeros(64, 72, dtype=torch.int8)
-    mask[:9] = 1
-    shifted = mask.roll(1, 0)
-    box = torch.tensor([[1.0, 2.0, 30.0, 40.0]])
-    samples = [
-        Sample("a", picture),
-        Sample("a", picture, label=1),
-        Sample("a", picture, label=2),
-        Sample("a", picture, boxes=box),
-        Sample("a", picture, boxes=box + 1),
-        Sample("a", picture, mask=mask),
-        Sample("a", picture, mask=shifted),
-    ]
-    keys = [plan(recipe(images), Data("one", ["a"], lambda name, s=s: s)).key for s in samples]  # type: ignore[misc]
-    assert len(set(keys)) == len(samples)
 
 
 def test_long_planning_is_reported(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,6 @@ def test_another_time_is_refused(bad: str) -> None:
         (replace(JOB, array="1-64"), "'1-64' is not a valid array; give a number of tasks"),
         (replace(JOB, array="64%0"), "'64%0' is not a valid array"),
         (replace(JOB, mem="lots"), "'lots' is not a valid amount of memory; give for example 32G"),
-        (replace(JOB, time="soon"), "'soon' is not a valid duration"),
         (replace(JOB, partition="gpu\nrm -r ~"), "is not printable"),
     ],
 )
