@@ -102,8 +102,8 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
     run_differences = differences(manifests[0], manifests[1], f"'{first}'", f"'{second}'")
     gaps = paired_gaps(pairs, Resamples(len(a), SAMPLES))
     cells = [
-        ComparedCell(*key, gaps[key], int((one.values == other.values).sum()), _note(key, run_differences))
-        for key, (one, other) in pairs.items()
+        ComparedCell(*key, gaps[key], int((x.values == y.values).sum()), _note(key, run_differences))
+        for key, (x, y) in pairs.items()
     ]
     arrows = {metric: pair[0].arrow for (_, _, metric), pair in pairs.items()}
     missing = tuple(filter(None, incomplete))
@@ -240,12 +240,12 @@ def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> Itera
 
 
 def _image_differences(first: Manifest, second: Manifest, a: str, b: str) -> Iterator[Difference]:
-    one, other = (dict(zip(run.images.names, run.images.contents, strict=True)) for run in (first, second))
-    for names, without, here, there in ((one, other, a, b), (other, one, b, a)):
-        missing = [name for name in names if name not in without]
+    x, y = (dict(zip(run.images.names, run.images.contents, strict=True)) for run in (first, second))
+    for names, other_names, here, there in ((x, y, a, b), (y, x, b, a)):
+        missing = [name for name in names if name not in other_names]
         if missing:
             yield Difference(f"{len(missing)} of the {len(names)} images of {here} are not in {there}: '{missing[0]}'")
-    changed = [name for name, content in one.items() if other.get(name, content) != content]
+    changed = [name for name, content in x.items() if y.get(name, content) != content]
     if changed:
         yield Difference(f"{a} and {b} have different contents of {plural(len(changed), 'image')}: '{changed[0]}'")
 
@@ -254,33 +254,35 @@ def _label_differences(first: Manifest, second: Manifest, a: str, b: str) -> Ite
     """Models, methods and metrics that differ under the same label, or that only one run has."""
     same: dict[str, list[str]] = {}
     for kind, ignored in IGNORED.items():
-        one, other = (
+        x, y = (
             {
                 label: spec.model_dump(mode="json", exclude=ignored, exclude_defaults=True)
                 for label, spec in getattr(run.resolved, f"{kind}s").items()
             }
             for run in (first, second)
         )
-        for label in one:
-            if one[label] != other.get(label, one[label]):
-                sentence = f"{kind} '{label}' is {_as_text(one[label])} in {a} and {_as_text(other[label])} in {b}"
+        for label in x:
+            if x[label] != y.get(label, x[label]):
+                sentence = f"{kind} '{label}' is {_as_text(x[label])} in {a} and {_as_text(y[label])} in {b}"
                 yield Difference(sentence, subject=(kind, label))
-        for names, there, here in ((one, other, a), (other, one, b)):
-            only = ", ".join(f"'{label}'" for label in names if label not in there)
+        for names, other_names, here in ((x, y, a), (y, x, b)):
+            only = ", ".join(f"'{label}'" for label in names if label not in other_names)
             if only:
                 yield Difference(f"{kind}s that only {here} has: {only}", incompatible=False)
-        same[kind] = [label for label in one if one[label] == other.get(label)]
+        same[kind] = [label for label in x if x[label] == y.get(label)]
     for label in first.resolved.models:
-        x, y = first.models.get(label), second.models.get(label)
-        if label in second.resolved.models and x != y:
+        digest, other_digest = first.models.get(label), second.models.get(label)
+        if label in second.resolved.models and digest != other_digest:
             model = f"model '{label}' (weights, configuration, preprocessing or class names)"
-            yield Difference(f"{model} has the hash {x} in {a} and {y} in {b}", subject=("model", label))
+            sentence = f"{model} has the hash {digest} in {a} and {other_digest} in {b}"
+            yield Difference(sentence, subject=("model", label))
     for label in same["method"]:  # equal names and settings: a different hash means different code
         for metric in same["metric"]:
-            x, y = (run.made.get(label, {}).get(metric) for run in (first, second))
-            if x != y:
+            digest, other_digest = (run.made.get(label, {}).get(metric) for run in (first, second))
+            if digest != other_digest:
                 code = f"the code of method '{label}' or of metric '{metric}'"
-                yield Difference(f"{code} has the hash {x} in {a} and {y} in {b}", subject=("method", label))
+                sentence = f"{code} has the hash {digest} in {a} and {other_digest} in {b}"
+                yield Difference(sentence, subject=("method", label))
                 break
 
 

@@ -190,11 +190,11 @@ def _explain_each(
 ) -> Iterator[ExplainedFile]:
     """Yield the images of each question; an image without the first detection is skipped for the second."""
     for question in questions:
-        explained = []
-        for one in explain_files(question, paths, options, log):
-            explained.append(one.path)
-            yield one
-        paths = explained
+        explained_paths = []
+        for file in explain_files(question, paths, options, log):
+            explained_paths.append(file.path)
+            yield file
+        paths = explained_paths
 
 
 def write_explanations(
@@ -217,39 +217,38 @@ def write_explanations(
             continue
         check_supported(request, vit)
         requests.append(request)
-    done = WrittenFiles(vit.name, [request.label for request in requests], FileLog(say))
+    result = WrittenFiles(vit.name, [request.label for request in requests], FileLog(say))
     items = {item.path: item for item in task.items}
     options = ExplainOptions(requests, task.classes(vit), task.seed, task.batch_size)
     rows: list[ExplainedFile] = []
     sections: list[ImageSection] = []
     first: tuple[Mapping[str, Attribution], Trial] | None = None
     numbers = {} if len(questions) == 1 else Counter[Path]()
-    for one in _explain_each(questions, list(items), options, done.log):
-        item = items[one.path]
+    for file in _explain_each(questions, list(items), options, result.log):
+        item = items[file.path]
         if len(questions) > 1:
-            numbers[one.path] += 1
-            item = item.numbered(numbers[one.path])
-        one = _outlined(one)
-        done.images.append(_write(one, item, task, one.vit or vit, done.written))
+            numbers[file.path] += 1
+            item = item.numbered(numbers[file.path])
+        file = _outline_regions(file)
+        result.images.append(_write(file, item, task, file.vit or vit, result.written))
         if task.figure is not None:
-            rows.append(one)
+            rows.append(file)
         if task.report is not None:
-            section, trial = _tested(one, item.name, one.vit or vit, task.seed)
+            section, trial = _test(file, item.name, file.vit or vit, task.seed)
             sections.append(section)
-            first = first or (one.maps, trial)
-        advance(len(done.images) + len(done.log.errors))
+            first = first or (file.maps, trial)
+        advance(len(result.images) + len(result.log.errors))
     if task.figure is not None and rows:
         _draw(rows, vit, task.figure)
-        done.written.append(str(task.figure))
+        result.written.append(str(task.figure))
     if task.report is not None and first is not None:
-        warnings = [
-            words for words in done.log.warnings if "the map of image" not in words
-        ]  # the section of the image says so
-        left_out = [sentence for _, sentence in done.log.errors]
+        # the section of an image reports its constant maps
+        warnings = [words for words in result.log.warnings if "the map of image" not in words]
+        left_out = [sentence for _, sentence in result.log.errors]
         page = report_html(sections, describe_run(*first, task.command, warnings, left_out))
         write_atomic(task.report, page.encode(errors="backslashreplace"))
-        done.written.append(str(task.report))
-    return done
+        result.written.append(str(task.report))
+    return result
 
 
 def _draw(rows: Sequence[ExplainedFile], vit: Anatomy, path: Path) -> None:
@@ -257,22 +256,22 @@ def _draw(rows: Sequence[ExplainedFile], vit: Anatomy, path: Path) -> None:
 
     The map of a box or region alone is drawn three times: complete, inside and outside.
     """
-    rows = _divided(rows[0]) if len(rows) == 1 else rows
+    rows = _inside_and_outside(rows[0]) if len(rows) == 1 else rows
     first = next(iter(rows[0].maps.values()))  # questions about one model are drawn together
     same: dict[str, Any] = {"head": first.head, "weights": first.weights}
-    maps = {name: Attribution.concat([replace(one.maps[name], **same) for one in rows]) for name in rows[0].maps}
-    pictures = [one.picture for one in rows if one.picture is not None]
+    maps = {name: Attribution.concat([replace(file.maps[name], **same) for file in rows]) for name in rows[0].maps}
+    pictures = [file.picture for file in rows if file.picture is not None]
     if not pictures:
         Attributions(maps).figure(path)
         return
-    figure(pictures, maps, predictions=[one.predictions[0] for one in rows], vit=vit, path=path)
+    figure(pictures, maps, predictions=[file.predictions[0] for file in rows], vit=vit, path=path)
 
 
-def _outlined(one: ExplainedFile) -> ExplainedFile:
+def _outline_regions(file: ExplainedFile) -> ExplainedFile:
     """The file, with the boxes or regions in question drawn on its picture."""
-    if one.picture is None or one.vit is None:
-        return one
-    return replace(one, picture=outlined(one.picture, _regions(one.vit)))
+    if file.picture is None or file.vit is None:
+        return file
+    return replace(file, picture=outlined(file.picture, _regions(file.vit)))
 
 
 def _regions(vit: Anatomy) -> Sequence[Tensor]:
@@ -280,46 +279,46 @@ def _regions(vit: Anatomy) -> Sequence[Tensor]:
     return () if vit.question is None else vit.question.regions
 
 
-def _divided(one: ExplainedFile) -> list[ExplainedFile]:
+def _inside_and_outside(file: ExplainedFile) -> list[ExplainedFile]:
     """The file, and its maps once inside and once outside of the region in question."""
-    if one.vit is None or one.picture is None or not _regions(one.vit):
-        return [one]
-    region, rows = _regions(one.vit)[0].float(), [one]
+    if file.vit is None or file.picture is None or not _regions(file.vit):
+        return [file]
+    region, rows = _regions(file.vit)[0].float(), [file]
     for name, part in (("inside", region), ("outside", 1 - region)):
         maps = {}
-        for label, att in one.maps.items():
+        for label, att in file.maps.items():
             low = att.scores.amin().clamp(min=0)  # the darkest colour of a map without negative scores
             maps[label] = replace(att, scores=low + (att.scores - low) * to_cells(part, att.grid, att.extent))
         words: Any = [name]
-        rows.append(replace(one, maps=maps, predictions=words))
+        rows.append(replace(file, maps=maps, predictions=words))
     return rows
 
 
-def _tested(one: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
+def _test(file: ExplainedFile, name: str, vit: Anatomy, seed: int) -> tuple[ImageSection, Trial]:
     """The section of an image in a report, and the test of its maps."""
-    att = next(iter(one.maps.values()))
-    picture = outlined(seen(one.path, vit.preprocess.size, vit.preprocess, LARGE), _regions(vit))
+    att = next(iter(file.maps.values()))
+    picture = outlined(seen(file.path, vit.preprocess.size, vit.preprocess, LARGE), _regions(vit))
     against = None if att.against is None else att.against[:, None]
-    trial = Trial(vit, one.tensor, Targets(att.target[:, None], against), seed=seed)
-    tests = run_trial(trial, one.maps)
-    digest = hashlib.sha256(one.path.read_bytes()).hexdigest()
-    return section_of(Explained(name, picture, one.predictions, one.maps, trial, tests, sha256=digest)), trial
+    trial = Trial(vit, file.tensor, Targets(att.target[:, None], against), seed=seed)
+    tests = run_trial(trial, file.maps)
+    digest = hashlib.sha256(file.path.read_bytes()).hexdigest()
+    return section_of(Explained(name, picture, file.predictions, file.maps, trial, tests, sha256=digest)), trial
 
 
-def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy, written: list[str]) -> dict[str, Any]:
+def _write(file: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy, written: list[str]) -> dict[str, Any]:
     """Write the files of one image; return its record."""
-    att = next(iter(one.maps.values()))
+    att = next(iter(file.maps.values()))
     saved = {}
     if item.maps is not None:
-        saved = {name: str(each.save(item.maps / name, force=task.force)) for name, each in one.maps.items()}
+        saved = {name: str(each.save(item.maps / name, force=task.force)) for name, each in file.maps.items()}
     if item.picture is not None:
-        _draw([one], vit, item.picture)
+        _draw([file], vit, item.picture)
         written.append(str(item.picture))
     written.extend(saved.values())
     number, picture = "probability" if vit.probable else "score", item.picture or task.figure
     record: dict[str, Any] = {
         "path": str(item.path),
-        "predictions": [{"label": label, number: round(value, 6)} for label, value in one.predictions],
+        "predictions": [{"label": label, number: round(value, 6)} for label, value in file.predictions],
         "target": {"index": int(att.target[0]), "label": att.labels[0]},
         "picture": None if picture is None else str(picture),
         "maps": saved,
@@ -327,7 +326,7 @@ def _write(one: ExplainedFile, item: ImageFile, task: ExplainTask, vit: Anatomy,
     question = vit.question
     if question is not None and question.regions:
         region, record["place"] = question.regions[0], "box" if "boxes" in question.annotations else "region"
-        shares = {name: round(float(each.inside(region)[0]), 4) for name, each in one.maps.items()}
+        shares = {name: round(float(each.inside(region)[0]), 4) for name, each in file.maps.items()}
         record["inside"] = {name: share for name, share in shares.items() if share == share}
     if att.words:
         record["words"] = [

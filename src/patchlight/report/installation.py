@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -33,7 +34,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Check:
-    """A test that was run, and its result."""
+    """A test and its result."""
 
     what: str
     well: bool
@@ -60,34 +61,30 @@ class Installation:
 def examine_installation(debug: bool = False) -> Installation:
     """Examine everything; a test that fails is reported, unless `debug` raises its error."""
     installation = Installation(versions=dict(_versions()), missing_extras=list(_missing()))
-    checks = installation.checks
-    checks.append(_check("bundled files", _bundled, debug))
-    try:
-        names = _devices()
-    except Exception as error:
-        if debug:
-            raise
-        checks.append(Check("import torch", False, first_line(error)))
-        return installation
-    for name in names:
-        checks.append(_check(f"pocket predicts {LABEL} on {name}", partial(_predict, name), debug))
-        checks.append(_check(f"explain on {name}", partial(_explain, name), debug))
+    checks, names = installation.checks, list[str]()
+
+    @contextmanager
+    def failures(what: str) -> Iterator[None]:
         try:
-            installation.devices.append(_device(name))
+            yield
         except Exception as error:
             if debug:
                 raise
-            checks.append(Check(f"properties of {name}", False, first_line(error)))
+            checks.append(Check(what, False, first_line(error)))
+
+    def check(what: str, function: Callable[[], str]) -> None:
+        with failures(what):
+            checks.append(Check(what, True, function()))
+
+    check("bundled files", _check_bundled_files)
+    with failures("import torch"):
+        names = _devices()
+    for name in names:
+        check(f"pocket predicts {LABEL} on {name}", partial(_predict, name))
+        check(f"explain on {name}", partial(_explain, name))
+        with failures(f"properties of {name}"):
+            installation.devices.append(_device(name))
     return installation
-
-
-def _check(what: str, check: Callable[[], str], debug: bool) -> Check:
-    try:
-        return Check(what, True, check())
-    except Exception as error:
-        if debug:
-            raise
-        return Check(what, False, first_line(error))
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -106,7 +103,7 @@ def _missing() -> Iterator[dict[str, str]]:
         yield {"extra": extra.name, "packages": packages, "purpose": extra.purpose, "install": install}
 
 
-def _bundled() -> str:
+def _check_bundled_files() -> str:
     from patchlight.zoo.bundled import damaged, expected
 
     wrong = damaged()

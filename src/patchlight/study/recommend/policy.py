@@ -115,7 +115,7 @@ class Policy:
         self.worker.blank(six)
 
     def _fits(self, label: str, six: Sequence[int], chosen: Sequence[str]) -> bool:
-        """Whether there is time for six images of a method besides those chosen; if not, it is left out."""
+        """Whether there is time for six images of a method besides the chosen ones; if not, it is left out."""
         if reason := self._shortage(label, six, chosen):
             self.record.leave_out(label, reason, for_time=True)
         return not reason
