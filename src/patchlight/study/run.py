@@ -344,11 +344,7 @@ def measure(
             batch = vit.place(images_of_batch)
             if vit.question is not None:
                 vit = vit.prepared(batch, sizes[begin])
-                target, count_of_targets = options.target, None
-                if several(target):
-                    target, count_of_targets = [target[begin]], 1
-                targets = resolve_targets(target, count_of_targets, vit.outcomes, vit.labels)
-                targets = None if targets is None else targets.repeat(begin + 1)  # the row of this image is read
+                targets = _target_of_question(vit, options.target, begin)
             part = slice(begin, begin + len(batch))
             _check_count(part.stop, count, more=True)
             check_images(sources.values(), part, batch)
@@ -362,16 +358,15 @@ def measure(
             labels, boxes, masks = annotations(part)
             clean: dict[Any, Any] = {}
             for n, (label, source) in enumerate(sources.items()):
+                objects = classes[label].index[:, 0]
                 if available.boxes == ():
-                    boxes = [
-                        cast(Any, vit.question).boxes_in_input()[i][None] for i in classes[label].index[:, 0].tolist()
-                    ]
-                elif available.masks == () and vit.question is not None:
-                    masks = vit.question.object_of(classes[label].index[:, 0]).to(batch.device).long()
+                    boxes = [cast(Any, vit.question).boxes_in_input()[i][None] for i in objects.tolist()]
+                elif available.masks == ():
+                    masks = cast(Any, vit.question).object_of(objects).to(batch.device).long()
                 batch_maps = explained.pop(label)
                 finite, broken = _finite(batch_maps.maps, begin, label)
                 undefined[label] |= broken
-                as_labels = None if options.target is None else classes[label].index[:, 0]
+                as_labels = None if options.target is None else objects
                 scene = Measure(
                     vit,
                     batch,
@@ -400,6 +395,15 @@ def measure(
         label: {column.request.label: column.outcome(undefined[label], label) for column in columns[label]}
         for label in sources
     }
+
+
+def _target_of_question(vit: Anatomy, target: Target, image: int) -> Targets | None:
+    """The class to score for one image under its question, in the row of the image."""
+    count = None
+    if several(target):
+        target, count = [target[image]], 1
+    targets = resolve_targets(target, count, vit.outcomes, vit.labels)
+    return None if targets is None else targets.repeat(image + 1)
 
 
 def _classes(
