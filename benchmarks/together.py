@@ -412,7 +412,7 @@ def store(data: Path, lines: Path, folder: Path) -> None:
                         image_map = ImageMap(scores, vit.label(row.target or 0), vit.preprocess)
                         drawn.setdefault(pair[0], {}).setdefault(name, image_map)
         result = UnitResult(rows, stack_maps(group.label, unit.images.names, drawn), facts)
-        runs.write(unit.key, table_bytes(result), map_bytes(result.maps))
+        runs.keep(unit.key, table_bytes(result), map_bytes(result.maps))
 
 
 def main() -> None:

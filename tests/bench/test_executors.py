@@ -111,7 +111,7 @@ def test_a_second_process_on_a_shard_is_told_who_holds_it(images: Path, tmp_path
     out, log = tmp_path / "run", tmp_path / "log.txt"
     store = Store(out)
     store.make(Shard(1, 2))
-    with store.own(Shard(1, 2)):
+    with store.owned(Shard(1, 2)):
         holder = rf"process {os.getpid()} on \S+ \(since 20\S+ \S+\)"
         process = start_run(images, out, log, RunOptions(shard=Shard(1, 2)))
         process.join(600)
@@ -135,7 +135,7 @@ def test_who_is_at_work_on_another_plan_is_named_not_oneself(images: Path, tmp_p
     out = tmp_path / "run"
     store = Store(out)
     run(recipe(images), out, RunOptions(shard=Shard(2, 2)), requested_stop())
-    with store.own(Shard(2, 2)), pytest.raises(PatchlightError, match=r", on shard 2-of-2 of .*, on another plan"):
+    with store.owned(Shard(2, 2)), pytest.raises(PatchlightError, match=r", on shard 2-of-2 of .*, on another plan"):
         run(override(recipe(images), seed=1), out, RunOptions(shard=Shard(1, 2)))
 
 

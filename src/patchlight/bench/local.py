@@ -133,7 +133,7 @@ def run(
     devices = devices_of(options.device)
     workers = options.workers or len(devices)
     store.make(options.shard)
-    with store.own(options.shard):
+    with store.owned(options.shard):
         threads = options.threads or (max(1, cores() // workers) if workers > 1 else None)
         prepared = prepare_run(store, recipe, options, devices[0], threads, listen)
         executor: Executor
@@ -175,7 +175,7 @@ def prepare_run(
         if not busy or earlier is None:
             notes += store.arrange(planned)  # so that no row is read under another plan
             write_manifest(store.manifest_path, _manifest(planned, options, resources, earlier, notes))
-        for files in store.failed_units(scope if options.shard == WHOLE else [folder]) if options.retry else ():
+        for files in store.failed(scope if options.shard == WHOLE else [folder]) if options.retry else ():
             store.set_aside(files)
     return PreparedRun(store, planned, resources, tuple(notes))
 
@@ -231,7 +231,7 @@ def work(
                         f"'{store.folder}' is missing: the folder was moved or deleted during the run; run again with "
                         "--out DIR, its place now"
                     )
-                store.write(unit.key, table_bytes(result), map_bytes(result.maps), folder)
+                store.keep(unit.key, table_bytes(result), map_bytes(result.maps), folder)
                 if not flight.measured and not all(row.error for row in result.rows):
                     cutter.record_time(unit, finished.seconds)
                 now, reused = now + unit.values, reused + len(flight.measured)

@@ -61,7 +61,7 @@ def run_on_cluster(
         task = _task(__version__, source_digest())
         notes = _check_nodes(task)
         store.make(options.shard)
-        with store.own(options.shard):
+        with store.owned(options.shard):
             prepared = prepare_run(store, recipe, options, device, _threads(device, options.workers), listen)
             load_model.cache_clear()  # every node loads its own model
             cluster = Cluster(prepared, task, options.workers)

@@ -94,7 +94,7 @@ def merge(runs: Sequence[str | Path], out: str | Path, progress: Progress | bool
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             if len(table):
-                target.write(names[pair], parquet(table), map_bytes(maps))
+                target.keep(names[pair], parquet(table), map_bytes(maps))
             done += len(table)
             advance(i + 1, len(collection.sources))
     notes = [*collection.damaged, *collection.unequal(runs)]
@@ -133,7 +133,7 @@ def export(
         for i, pair in enumerate(collection.sources):
             table, maps = collection.take(pair)
             values += len(table)
-            target.write(names[pair], parquet(paths.clean_table(table)), map_bytes(paths.clean_maps(maps)))
+            target.keep(names[pair], parquet(paths.clean_table(table)), map_bytes(paths.clean_maps(maps)))
             advance(i + 1, len(collection.sources))
     cleaned = paths.clean_manifest()
     notes = [*filter(None, [manifest.incomplete(values)]), *collection.damaged]
@@ -177,7 +177,7 @@ def bring(
         for i, (key, files) in enumerate(sources.items()):
             if files.rows is not None and files.maps is not None and files.rows.name not in names and not files.damaged:
                 name = json_digest([key, files.rows.name]) if key in existing else key
-                target.write(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
+                target.keep(name, files.rows.read_bytes(), files.maps.read_bytes(), earlier)
             advance(i + 1, len(sources))
 
 

@@ -106,7 +106,7 @@ class Store:
             raise PatchlightError(f"'{self.folder}' cannot be written: {error.strerror or error}") from error
 
     @contextlib.contextmanager
-    def own(self, shard: Shard) -> Iterator[None]:
+    def owned(self, shard: Shard) -> Iterator[None]:
         """Own a shard; an error if another process owns it, or works on the run with another number of shards."""
         folder = self.folder_of(shard)
         with _locked(folder / "lock") as lock:
@@ -255,7 +255,7 @@ class Store:
                     values[cell] = value
         return values
 
-    def write(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
+    def keep(self, key: str, rows: bytes, maps: bytes, folder: Path | None = None) -> None:
         """Write the maps of a unit, and then its rows, which mark it as finished."""
         for name, data, suffix in (("maps", maps, "safetensors"), ("units", rows, "parquet")):
             place = (folder or self.folder) / name
@@ -276,7 +276,7 @@ class Store:
         tables = (files.table(["error"]) for files in self.files(folders).values())
         return sum_counts(word_counts(table["error"]) for table in tables if table is not None)
 
-    def failed_units(self, folders: Iterable[Path]) -> list[Files]:
+    def failed(self, folders: Iterable[Path]) -> list[Files]:
         """The files of units with failed values in these shards."""
         return [
             files
