@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -102,14 +102,18 @@ def _check_names(recipe: Recipe, error_at: ErrorAt) -> None:
     except PatchlightError as error:
         raise error_at(("data", "kind"), error) from error
     for label in recipe.data_of:
-        if label not in recipe.models:
-            raise error_at(("data_of", label), f"no model is called '{label}'; {nearest(label, recipe.models)}")
+        _check_label("model", label, recipe.models, ("data_of", label), error_at)
     labels = [*recipe.methods, *recipe.metrics]
     for label in recipe.quick.leave_out:
         if label not in labels:
             raise error_at(("quick", "leave_out"), f"the recipe has no '{label}'; {nearest(label, labels)}")
     _check_table("methods", MethodSpec, recipe.methods, recipe.quick.methods, error_at)
     _check_table("metrics", MetricSpec, recipe.metrics, recipe.quick.metrics, error_at)
+
+
+def _check_label(kind: str, label: str, labels: Collection[str], keys: Keys, error_at: ErrorAt) -> None:
+    if label not in labels:
+        raise error_at(keys, f"no {kind} is called '{label}'; {nearest(label, labels)}")
 
 
 def _check_table(
@@ -131,16 +135,12 @@ def _check_table(
 def _check_published(recipe: Recipe, error_at: ErrorAt) -> None:
     """Refuse published numbers of models, methods or metrics that the recipe does not have."""
     for label, printed in recipe.published.items():
-        if label not in recipe.models:
-            raise error_at(("published", label), f"no model is called '{label}'; {nearest(label, recipe.models)}")
+        _check_label("model", label, recipe.models, ("published", label), error_at)
         for metric in printed.metrics:
-            if metric not in recipe.metrics:
-                hint = nearest(metric, recipe.metrics)
-                raise error_at(("published", label, "metrics"), f"no metric is called '{metric}'; {hint}")
+            _check_label("metric", metric, recipe.metrics, ("published", label, "metrics"), error_at)
         for row, numbers in printed.rows.items():
             keys = ("published", label, row)
-            if row not in recipe.methods:
-                raise error_at(keys, f"no method is called '{row}'; {nearest(row, recipe.methods)}")
+            _check_label("method", row, recipe.methods, keys, error_at)
             valid = isinstance(numbers, list) and all(type(number) in (int, float) for number in numbers)
             if not valid or len(numbers) != len(printed.metrics):
                 count = len(printed.metrics)

@@ -54,7 +54,7 @@ def script(name: str, out: str, run: Sequence[str], report: Sequence[str], job: 
     after += ["--open-mode=append", f"--output={log}/report.log"]
     return render_text(
         "job.sh",
-        options=[_escaped(option) for option in (*array, *where, *threads, *gpus, *memory, *ends)],
+        options=[_escape(option) for option in (*array, *where, *threads, *gpus, *memory, *ends)],
         setup=job.setup,
         ask_for_report=_lines(after, f'--dependency=afterany:"$SLURM_ARRAY_JOB_ID" <<{END!r}'),
         report=shlex.join(report),
@@ -117,7 +117,7 @@ def _memory(text: str) -> str:
     return text
 
 
-def _escaped(option: str) -> str:
+def _escape(option: str) -> str:
     """An option of an sbatch script, in which special characters need a backslash (shell quotes do not work)."""
     if not option.isprintable():
         raise PatchlightError(
