@@ -153,11 +153,13 @@ def test_settings_of_a_user_are_checked_at_once(tmp_path: Path) -> None:
 
 def test_what_is_said_about_models_goes_to_each_in_order(tmp_path: Path) -> None:
     prepared = PreprocessSpec(crop_pct=0.5)
-    about = {"labels": ["l.txt"], "preprocess": [prepared]}
-    found = override(parse(text(tmp_path)), about=about, flags={"sigmoid": True, "pretrained": None}).models["Pocket"]
+    options = {"labels": ["l.txt"], "preprocess": [prepared]}
+    found = override(parse(text(tmp_path)), model_options=options, flags={"sigmoid": True, "pretrained": None}).models[
+        "Pocket"
+    ]
     assert (found.labels, found.preprocess, found.sigmoid, found.pretrained) == ("l.txt", prepared, True, None)
     with pytest.raises(PatchlightError, match="2 preprocess were given for 1 model"):
-        override(parse(text(tmp_path)), about={"preprocess": [prepared, prepared]})
+        override(parse(text(tmp_path)), model_options={"preprocess": [prepared, prepared]})
 
 
 @pytest.mark.parametrize("name", ["tokentm-readings", "tokentm-readings-segmentation"])
