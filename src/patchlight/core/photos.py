@@ -47,12 +47,12 @@ class Photos:
             return
         if begin >= self.most or batch.shape[1] not in (1, 3):
             return
-        seen = self.preprocess.pixels(batch[: self.most - begin])
-        scale = SIDE / max(seen.shape[-2:])
+        pictures = self.preprocess.pixels(batch[: self.most - begin])
+        scale = SIDE / max(pictures.shape[-2:])
         if scale < 1:
-            size = [round(side * scale) for side in seen.shape[-2:]]
-            seen = to_pixels(seen, size, averaged=True)
-        small = (seen * 255).round().byte().cpu()
+            size = [round(side * scale) for side in pictures.shape[-2:]]
+            pictures = to_pixels(pictures, size, averaged=True)
+        small = (pictures * 255).round().byte().cpu()
         self.photos.extend(self.sharp.get(begin + i, photo) for i, photo in enumerate(small))
 
 

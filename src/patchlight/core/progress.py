@@ -129,27 +129,27 @@ def _late_bar(words: str) -> Iterator[Update]:
     """A bar that appears after PATIENCE, unless the work is done by then or there is another bar."""
     with exclusive_bar() as allowed:
         lock = threading.Lock()
-        now: tuple[float, int | None] = 0, None
-        shown: Any = None
+        state: tuple[float, int | None] = 0, None
+        displayed: Any = None
 
         def draw() -> None:
-            if shown is not None:
-                shown.n, shown.total = round(now[0], 1), now[1]
-                shown.refresh()
+            if displayed is not None:
+                displayed.n, displayed.total = round(state[0], 1), state[1]
+                displayed.refresh()
 
         def start() -> None:
-            nonlocal shown
+            nonlocal displayed
             from tqdm.auto import tqdm
 
             with lock:
                 if not timer.finished.is_set():
-                    shown = tqdm(desc=words, leave=False, disable=None)
+                    displayed = tqdm(desc=words, leave=False, disable=None)
                     draw()
 
         def update(done: float, total: int | None) -> None:
-            nonlocal now
+            nonlocal state
             with lock:
-                now = done, total
+                state = done, total
                 draw()
 
         timer = threading.Timer(PATIENCE, start)
@@ -161,5 +161,5 @@ def _late_bar(words: str) -> Iterator[Update]:
         finally:
             with lock:
                 timer.cancel()
-                if shown is not None:
-                    shown.close()
+                if displayed is not None:
+                    displayed.close()

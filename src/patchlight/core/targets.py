@@ -204,12 +204,12 @@ def class_index(value: Any, classes: int, labels: Sequence[str] | None) -> int:
     word = value.strip().casefold()
     exact = [i for i, label in enumerate(labels) if label.casefold() == word]
     parts = [[label] if isinstance(labels, UnsplitLabels) else label.split(",") for label in labels]
-    named = exact or [i for i, names in enumerate(parts) if word in (n.strip().casefold() for n in names)]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        matches = "; ".join(f"{i} = {labels[i]}" for i in named[:5])
-        raise PatchlightError(f"label '{value}' names {len(named)} classes ({matches}); give the index")
+    matching = exact or [i for i, names in enumerate(parts) if word in (n.strip().casefold() for n in names)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        matches = "; ".join(f"{i} = {labels[i]}" for i in matching[:5])
+        raise PatchlightError(f"label '{value}' names {len(matching)} classes ({matches}); give the index")
     names = [name.strip() for row in parts for name in row]
     raise PatchlightError(f"no class is called '{value}'; {nearest(value, names)}")
 

@@ -382,18 +382,18 @@ def read_list(file: str | Path, names: Sequence[str]) -> list[int]:
         raise PatchlightError(f"'{path}' lists no images; write one name or index per line")
     numbers = all(line.isascii() and line.isdecimal() for line in lines.values())
     find = _by_index(len(names)) if numbers and not set(lines.values()) <= set(names) else _by_name(names)
-    seen: dict[int, int] = {}
+    line_numbers: dict[int, int] = {}
     for number, line in lines.items():
         try:
             index = find(line)
         except PatchlightError as error:
             raise PatchlightError(f"'{path}', line {number}: {error}") from error
-        if index in seen:
+        if index in line_numbers:
             raise PatchlightError(
-                f"'{path}', line {number}: '{line}' is already on line {seen[index]}; list each image once"
+                f"'{path}', line {number}: '{line}' is already on line {line_numbers[index]}; list each image once"
             )
-        seen[index] = number
-    return list(seen)
+        line_numbers[index] = number
+    return list(line_numbers)
 
 
 def _by_index(count: int) -> Callable[[str], int]:

@@ -149,13 +149,13 @@ def _largest(target: Mapping[str, Any], label: int | None, boxes: Tensor | None,
         sides = None if boxes is None else (boxes[:, 2:] - boxes[:, :2]).numpy()
         areas = (masks > 0).sum((1, 2)) if masks is not None else sides.prod(1) if sides is not None else np.ones(1)
         label = _label(classes[int(areas.argmax())], name, None)
-    same = classes == label
-    if not same.any():
+    of_class = classes == label
+    if not of_class.any():
         raise PatchlightError(
             f"'{name}' has class {label}, but none of its objects has this class; give the labels of the objects"
         )
-    mask = None if masks is None else (masks[same] > 0).any(0)
-    return label, None if boxes is None else boxes[torch.from_numpy(same)], mask
+    mask = None if masks is None else (masks[of_class] > 0).any(0)
+    return label, None if boxes is None else boxes[torch.from_numpy(of_class)], mask
 
 
 def _array(item: Any) -> Any:

@@ -96,11 +96,11 @@ class Scenes:
     def causes(self, task: str, label: Tensor) -> Tensor:
         """The patches [n,8,8] that decide for the class `label` [n]."""
         signs = list(find_task(task).signs)
-        there = self.present[:, signs]
+        visible = self.present[:, signs]
         if task == "mosaic":
-            there = there & (self.kinds[:, signs] == label[:, None])
+            visible = visible & (self.kinds[:, signs] == label[:, None])
         causes = torch.zeros(len(self), GRID * GRID, dtype=torch.bool, device=label.device)
-        return causes.scatter_(1, self.places[:, signs], there).view(-1, GRID, GRID)
+        return causes.scatter_(1, self.places[:, signs], visible).view(-1, GRID, GRID)
 
     def images(self) -> Tensor:
         """The pictures [n,3,64,64] uint8."""

@@ -20,15 +20,17 @@ def open_mura(path: str | Path, split: str = "valid", part: str | None = None) -
     """
     root = existing_folder(path, "MURA-v1.1")
     root = root / "MURA-v1.1" if (root / "MURA-v1.1").is_dir() else root
-    listed = root / f"{split}_image_paths.csv"
-    if listed.is_file():
-        lines = [line.strip() for line in read_text(listed).splitlines() if line.strip()]
+    list_file = root / f"{split}_image_paths.csv"
+    if list_file.is_file():
+        lines = [line.strip() for line in read_text(list_file).splitlines() if line.strip()]
         named = [line.partition("/")[2] if line.startswith("MURA") else line for line in lines]
         paths = {name: root / name for name in named}
     elif (root / split).is_dir():
         paths = {escape_surrogates(p.relative_to(root).as_posix()): p for p in list_images(root / split)}
     else:
-        raise PatchlightError(f"'{root}' has neither {listed.name} nor a folder '{split}'; give the folder MURA-v1.1")
+        raise PatchlightError(
+            f"'{root}' has neither {list_file.name} nor a folder '{split}'; give the folder MURA-v1.1"
+        )
     names = list(paths)
     if part is not None:
         parts = {name.split("/")[1] for name in names if "/" in name}

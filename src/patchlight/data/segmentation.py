@@ -96,13 +96,13 @@ def open_pets(path: str | Path, split: str = "all") -> Data:
     if trimaps is None:
         raise PatchlightError(f"'{root}' has no folder trimaps or annotations/trimaps")
     paths = {escape_surrogates(p.stem): p for p in list_images(images)}
-    listed = root / "annotations" / f"{'list' if split == 'all' else split}.txt"
+    list_file = root / "annotations" / f"{'list' if split == 'all' else split}.txt"
     names = list(paths)
-    if listed.is_file():
-        lines = [line for line in read_text(listed).splitlines() if line.strip() and not line.startswith("#")]
+    if list_file.is_file():
+        lines = [line for line in read_text(list_file).splitlines() if line.strip() and not line.startswith("#")]
         names = [line.split()[0] for line in lines]
     elif split != "all":
-        raise PatchlightError(f"no split '{split}': '{listed}' does not exist")
+        raise PatchlightError(f"no split '{split}': '{list_file}' does not exist")
     breed_of = {name: name.rpartition("_")[0] for name in paths}
     breeds = sorted(set(breed_of.values()), key=str.lower)
     labels = {name: breeds.index(breed) for name, breed in breed_of.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from patchlight.core.fingerprints import fingerprint, hash_tensor, json_digest, 
 from patchlight.core.registry import Settings
 
 Network = TypeVar("Network", bound=nn.Module)
+Value = TypeVar("Value")
 HASHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -102,13 +103,17 @@ class Explainer(ABC, Generic[Network]):
         if wrong:
             differences = " and ".join(f"{expected[key]} {key.replace('_', ' ')}, not {actual[key]}" for key in wrong)
             return f"the explainer was trained for {expected['name']} with {differences}"
-        current = stamp(vit.model)
-        checks = _CHECKS.setdefault(self, WeakKeyDictionary())
-        checked_stamp, fits = checks.get(vit, (None, False))
-        if checked_stamp != current:  # reading all weights is slow, so only when they changed
-            fits = self._fits_weights(vit)
-            checks[vit] = (current, fits)
+        fits = self.cached("fits", vit, self._fits_weights)
         return None if fits else f"the explainer was trained for other weights of {expected['name']}"
+
+    def cached(self, key: str, vit: Anatomy, compute: Callable[[Anatomy], Value]) -> Value:
+        """A value that depends on this explainer and a model; computed again when the model's weights have changed."""
+        values = _CACHE.setdefault(self, WeakKeyDictionary()).setdefault(vit, {})
+        current = stamp(vit.model)
+        if key not in values or values[key][0] != current:
+            values[key] = current, compute(vit)
+        value: Value = values[key][1]
+        return value
 
     def _fits_weights(self, vit: Anatomy) -> bool:
         """Whether all weights are the same, rounded to the type of the model; older files compare four numbers each."""
@@ -215,8 +220,8 @@ class Explainer(ABC, Generic[Network]):
         return cls.resolve(settings["explainer"]).mismatch(vit)
 
 
-_CHECKS: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
-"""By explainer and model: the stamp of the model when it was last checked, and whether it fitted."""
+_CACHE: WeakKeyDictionary[Explainer[Any], WeakKeyDictionary[Anatomy, dict[str, Any]]] = WeakKeyDictionary()
+"""By explainer and model: the values of `Explainer.cached`, each with the stamp of the model."""
 
 
 @cache

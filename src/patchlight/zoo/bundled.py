@@ -38,11 +38,11 @@ def damaged() -> list[str]:
 def _installed() -> dict[Path, bytes]:
     """The hashes that pip recorded for this folder; empty if the package runs from its source."""
     try:
-        listed = metadata.distribution("patchlight").files or ()
+        files = metadata.distribution("patchlight").files or ()
     except metadata.PackageNotFoundError:
         return {}
     hashes = {}
-    for file in listed:
+    for file in files:
         path = Path(str(file.locate())).resolve()
         if file.hash is not None and file.hash.mode == "sha256" and path.is_relative_to(ZOO.parent):
             hashes[path] = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4))

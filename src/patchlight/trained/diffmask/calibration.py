@@ -71,10 +71,10 @@ def finish(gates: Gates, vit: Anatomy, batches: Iterable[Tensor], margin: float,
     if best.kl + 2 * best.error > margin:
         best = at(high)
         for _ in range(10):
-            now = at((low + high) / 2)
-            if now.kl + 2 * now.error > margin:
-                low = now.shift
+            trial = at((low + high) / 2)
+            if trial.kl + 2 * trial.error > margin:
+                low = trial.shift
             else:
-                high, best = now.shift, now
+                high, best = trial.shift, trial
         gates.beta.add_(best.shift)
     return best

@@ -6,14 +6,12 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchlight.anatomy.opened import Anatomy
-from patchlight.core.fingerprints import stamp
 from patchlight.core.layout import Layout
 from patchlight.evidence.coalitions import coalition_logits, no_coalitions
 from patchlight.trained.explainer import Explainer
@@ -257,12 +255,7 @@ class ViTShapley(Explainer[Networks]):
 
     def join(self, vit: Anatomy) -> Joined:
         """This explainer joined with a model; cached until the model's weights change."""
-        cache = _JOINED.setdefault(self, WeakKeyDictionary())
-        now = stamp(vit.model)
-        entry = cache.get(vit)
-        if entry is None or entry[0] != now:
-            entry = cache[vit] = now, Joined(self.network, vit)
-        return entry[1]
+        return self.cached("joined", vit, lambda vit: Joined(self.network, vit))
 
     def surrogate(self, vit: Anatomy) -> Anatomy:
         """The surrogate as a model that can be explained and measured like any other."""
@@ -272,9 +265,6 @@ class ViTShapley(Explainer[Networks]):
         grid = "x".join(map(str, self.model["patch_grid"]))
         count = sum(p.numel() for p in self.network.parameters())
         return f"<ViT-Shapley for {self.model['name']}: {count:,} numbers, {grid} patches>"
-
-
-_JOINED: WeakKeyDictionary[ViTShapley, WeakKeyDictionary[Anatomy, Any]] = WeakKeyDictionary()
 
 
 load = ViTShapley.read
