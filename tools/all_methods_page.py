@@ -1,249 +1,306 @@
-"""Page and pictures of docs/results/all-methods.md: ``python -m tools.all_methods_page RUN [RUN …] --out FOLDER``.
+"""The page docs/results/all-methods.md: ``python -m tools.all_methods_page docs/results [RUN …]``.
 
-RUN are finished runs of the recipes ``all-methods`` and, optionally, ``all-methods-sensitivity``, ``equal-budget`` and
-``ground-truth``. Methods are ordered by their mean rank over the faithfulness tests of both models. The sentences of
-the page follow from the numbers; add what they mean.
+A RUN is a finished run of a recipe; its tables replace those of all-methods-tables.md. The chart and the table of
+all-methods.md combine these tables with those of the other pages. The text above the line `MADE` is not changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from patchlight.bench.store import Store
+from patchlight.bench.statistics import SIGNS, method_gaps
 from patchlight.bench.tables import RunTables, markdown_table, read_tables
 from patchlight.core.files import write_atomic
-from patchlight.core.statistics import SIGNS
-from patchlight.methods.requests import resolve
 
-FAITHFUL = ("Δ mean", "Δ blur", "SRG", "Token deletion")
-"""Metrics that decide the order."""
-PLACES = ("Pointing game", "AP in boxes")
-OPTIMISES = ("search", "search 1024", "mda")
-"""Methods that optimise insertion and deletion over their own removals."""
-MEANING = {
-    "Δ mean": "insertion minus deletion over the image's mean",
-    "Δ blur": "insertion minus deletion over a blur",
-    "SRG": "the gap between removing the least and the most important patches first",
-    "Token deletion": "share of predictions that change when the highest tokens are dropped",
-    "Pointing game": "the highest patch is in the object's box",
-    "AP in boxes": "the patches in the box come first",
-    "Max-sensitivity": "change of the map under small noise, lower is better",
-    "Ground truth": "the patches that decide come first, mean of the tasks with a known cause",
+NAMES = {
+    "posterior": "posterior 128",
+    "caap 66": "caap",
+    "kernel-shap 256": "kernel-shap",
+    "mda 225": "mda",
+    "rise 256": "rise",
+    "search 1100": "search",
+    "TIS": "tis",
+    "tis 1024": "tis",
+    "ViT-CX": "vit-cx",
+    "TAM": "tam",
+    "Chefer1": "transatt",
+    "Chefer2": "genatt",
+    "Att. Rollout": "rollout",
+    "BT H": "bt-h",
+    "BT T": "bt-t",
+    "RISE": "rise",
+    "IntegratedGrad": "ig",
+    "SmoothGrad": "smoothgrad",
 }
-Values = Mapping[tuple[str, str], float]
-"""A number by method and metric."""
+"""What papers and tables call a method."""
+CURVES_ONLY = {f"{name} {n}" for name in ("posterior", "tis", "search") for n in (64, 256)} | {
+    "rise 64", "kernel-shap 64"
+}  # fmt: skip
+"""Labels that are in the curves and not in the chart."""
+OPTIMISES = ("search", "mda")
+"""Methods that optimise insertion and deletion, of removed tokens or of painted patches."""
+Key = tuple[str, str]
+"""A method and a column."""
+MADE = "## The table"
+TABLES = "all-methods-tables"
+REFERENCE = "fullgrad-plus.libra"
+"""The method that the methods of a run on few images are compared with."""
 
 
-def mean_ranks(run: RunTables, metrics: Sequence[str]) -> dict[str, float]:
-    """By method, the rank over images (1 is best), averaged over these metrics and all models."""
-    ranks = [
-        run.ranks[model, metric].means for model in run.models for metric in metrics if (model, metric) in run.ranks
+@dataclass(frozen=True)
+class Column:
+    """A test: the pages that measured it, its name there, and whether values are differences to `tis`."""
+
+    pages: tuple[str, ...]
+    there: str
+    images: str
+    meaning: str
+    group: str = "Other tests"
+    to_tis: bool = False
+    section: str = ""
+
+
+PHOTOGRAPHS, POCKET = "Faithfulness, photographs", "Faithfulness, pocket, 11 images"
+_FAITHFULNESS = ("posterior", "compare-faithfulness")
+COLUMNS = {
+    "Δ mean": Column(
+        _FAITHFULNESS, "Δ mean", "250 + 250", "insertion minus deletion over the image's mean", PHOTOGRAPHS, True
+    ),
+    "Δ blur": Column(_FAITHFULNESS, "Δ blur", "250 + 250", "the same over a blur", PHOTOGRAPHS, True),
+    "Token deletion": Column(
+        ("posterior",),
+        "Token deletion",
+        "250",
+        "predictions that change without the highest tokens, in %",
+        PHOTOGRAPHS,
+        True,
+    ),
+    "SRG": Column(
+        ("metric-consistency",),
+        "SRG mean",
+        "250",
+        "area while the lowest patches are removed minus the highest; effect against random maps (paired t / sqrt n)",
+        PHOTOGRAPHS,
+    ),
+    "Δ mean ": Column((TABLES,), "Δ mean", "11", "as on photographs, with `pocket`", POCKET, True, "pocket"),
+    "Δ blur ": Column((TABLES,), "Δ blur", "11", "as on photographs, with `pocket`", POCKET, True, "pocket"),
+    "Token deletion ": Column(
+        (TABLES,), "Token deletion", "11", "as on photographs, with `pocket`", POCKET, True, "pocket"
+    ),
+    "Pointing game": Column(("compare-localisation",), "Pointing game", "388", "the highest point is in the box"),
+    "AP pets": Column(("compare-segmentation", "posterior"), "AP", "370", "average precision of the animal's outline"),
+    "Max-sensitivity": Column(("tis-table-4",), "Same seed", "32", "change under small noise; lower is better"),
+    "Ground truth": Column(
+        ("ground-truth",), "mean", "56 scenes", "the patches that decide come first (`posterior`, `tis`: 64 masks)"
+    ),
+}
+
+
+def tables(text: str) -> Iterator[list[dict[str, str]]]:
+    """The rows of each Markdown table, by the head of their column without its arrow."""
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = [[cell.strip(" `*") for cell in line.strip("| ").split(" | ")] for line in block.splitlines()]
+        heads = [name.rstrip(" ↑↓") for name in lines[0]]
+        yield [dict(zip(heads, row, strict=False)) for row in lines[2:]]
+
+
+def number_of(cell: str) -> float:
+    """The first number of a cell."""
+    return float((re.match(r"[-+]?\d*\.?\d+", cell) or ["nan"])[0])
+
+
+def half_width(cell: str) -> float:
+    """Half of the 95 % interval of a cell: "± x", or brackets; nan if it has none."""
+    if match := re.search(r"± (\d*\.?\d+)", cell):
+        return float(match[1])
+    ends = re.search(r"\[(\S+), (\S+)\]", cell)
+    return (float(ends[2]) - float(ends[1])) / 2 if ends else math.nan
+
+
+def read_page(text: str, page: str, column: Column) -> list[dict[str, str]]:
+    """By method, the cells of a column: of both models, or of the one table that has the mean of both."""
+    cells_of = list[dict[str, str]]()
+    if column.section:
+        text = re.split(r"^## ", text.partition(f"## {column.section}")[2], flags=re.MULTILINE)[0]
+    for rows in tables(text):
+        if page == "metric-consistency":
+            cells_of += [
+                row for row in rows if row.get("metric") == column.there and "genatt" in row and "effect" not in row
+            ]
+        elif rows and "method" in rows[0] and column.there in rows[0]:
+            names = [re.sub(r" \(.*", "", row["method"]) for row in rows]
+            cells_of.append({name: row[column.there] for name, row in zip(names, rows, strict=True)})
+    several = page not in ("metric-consistency", "ground-truth", TABLES)
+    return [
+        {NAMES.get(name, name): cell for name, cell in cells.items() if name != "metric"}
+        for cells in cells_of[: 1 + several]
     ]
-    return {m: sum(rank[m] for rank in ranks) / len(ranks) for m in run.recipe.methods if all(m in r for r in ranks)}
 
 
-def averages(run: RunTables, metric: str, label: str = "") -> dict[tuple[str, str], float]:
-    """By method, a metric averaged over the models."""
-    cells = {method: [run.by_key[model, method, metric].mean for model in run.models] for method in run.recipe.methods}
-    scale = run.recipe.metrics[metric].scale
-    return {(method, label or metric): scale * sum(values) / len(values) for method, values in cells.items()}
+def collect(folder: Path) -> tuple[dict[Key, float], dict[str, float]]:
+    """Values by method and column, means over models and pages; and by column the mean half of the intervals."""
+    values, widths = dict[Key, list[float]](), dict[str, float]()
+    for label, column in COLUMNS.items():
+        halves = list[float]()
+        for page in column.pages:
+            models = read_page((folder / f"{page}.md").read_text(encoding="utf-8"), page, column)
+            halves += [half_width(cell) for cells in models for cell in cells.values()]
+            for name in models[0].keys() - CURVES_ONLY:
+                zero = [number_of(cells["tis"]) if column.to_tis else 0.0 for cells in models]
+                mean = sum(number_of(cells[name]) - z for cells, z in zip(models, zero, strict=True)) / len(models)
+                values.setdefault((name, label), []).append(mean)
+        known = [half for half in halves if not math.isnan(half)]
+        widths[label] = sum(known) / len(known) if known else math.nan
+    return {key: sum(some) / len(some) for key, some in values.items()}, widths
 
 
-def places(values: Values, metric: str) -> dict[str, float]:
-    """By method, its place from 0 (worst) to 1 (best) under a metric."""
-    sign = -1 if metric == "Max-sensitivity" else 1
-    known = {method: sign * v for (method, name), v in values.items() if name == metric and not math.isnan(v)}
-    order = sorted(known, key=lambda method: known[method])
-    return {method: i / max(1, len(order) - 1) for i, method in enumerate(order)}
-
-
-def draw(
-    order: Mapping[str, float],
-    metrics: Sequence[str],
-    values: Values,
-    file: Path,
-    note: str = "Behind a name: mean rank in the columns left of the line.",
-) -> None:
-    """The table as colours: a row for each method, the best first, and a column for each metric."""
-    from matplotlib.figure import Figure
-
-    methods = list(order)
-    columns = {metric: places(values, metric) for metric in metrics}
-    shades = [[columns[metric].get(method, math.nan) for metric in metrics] for method in methods]
-    figure = Figure(figsize=(1.05 * len(metrics) + 3.2, 0.21 * len(methods) + 1.6), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(shades, cmap="RdYlBu", vmin=-0.15, vmax=1.15, aspect="auto")
-    axes.set_xticks(range(len(metrics)), [metric.replace(" ", "\n", 1) for metric in metrics], fontsize=8)
-    axes.xaxis.tick_top()
-    names = [f"{method}{' (optimises deletion)' * (method in OPTIMISES)}  {rank:.1f}" for method, rank in order.items()]
-    axes.set_yticks(range(len(methods)), names, fontsize=7)
-    for row, method in enumerate(methods):
-        for column, metric in enumerate(metrics):
-            value = values.get((method, metric), math.nan)
-            if not math.isnan(value):
-                axes.text(column, row, number(value), ha="center", va="center", fontsize=6)
-    axes.axvline(len([metric for metric in metrics if metric in FAITHFUL]) - 0.5, color="black", lw=1)
-    axes.set_xlabel(
-        f"Blue: among the best in this column. Red: among the worst.\n{note}",
-        fontsize=7,
-    )
-    figure.savefig(file, dpi=130)
+def rank(values: Mapping[Key, float], group: str) -> dict[str, float]:
+    """Methods by their mean way from random maps (0) to `tis` (100) in the columns of a group."""
+    ways = dict[str, list[float]]()
+    for (method, label), value in values.items():
+        if COLUMNS[label].group == group:
+            random, tis = values.get(("random", label), 0.0), values["tis", label]
+            ways.setdefault(method, []).append(100 * (value - random) / (tis - random))
+    return dict(sorted(((m, sum(way) / len(way)) for m, way in ways.items()), key=lambda pair: -pair[1]))
 
 
 def number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
 
 
-def draw_curves(run: RunTables, file: Path) -> None:
-    """Faithfulness against forward passes: a row for each model, a column for each metric, 95 % intervals."""
+def draw(blocks: Sequence[Mapping[str, float]], values: Mapping[Key, float], file: Path) -> None:
+    """The table as colours: a row for each method, the best of each block first, and a column for each test."""
     from matplotlib.figure import Figure
 
-    metrics = list(run.recipe.metrics)
-    figure = Figure(figsize=(3.6 * len(metrics), 3 * len(run.models)), layout="constrained")
-    grid = figure.subplots(len(run.models), len(metrics), squeeze=False)
-    for row, model in enumerate(run.models):
-        for column, metric in enumerate(metrics):
-            axes = grid[row][column]
-            lines: dict[str, list[tuple[int, str]]] = {}
-            for label in run.recipe.methods:
-                name, _, forwards = label.rpartition(" ")
-                if forwards.isdecimal():
-                    lines.setdefault(name, []).append((int(forwards), label))
-            scale = run.recipe.metrics[metric].scale
-            for i, (name, points) in enumerate(lines.items()):
-                if points[0][0] == 1:
-                    level = scale * run.by_key[model, points[0][1], metric].mean
-                    axes.axhline(level, color="grey", ls="--", lw=1, label=f"{name} (one pass)")
-                    continue
-                cells = [run.by_key[model, label, metric] for _, label in points]
-                x, y = [n for n, _ in points], [scale * c.mean for c in cells]
-                bars = [[scale * (c.mean - c.low) for c in cells], [scale * (c.high - c.mean) for c in cells]]
-                axes.errorbar(x, y, bars, marker="o", ms=4, lw=1.2, elinewidth=0.5, color=f"C{i}", label=name)
-            axes.set_xscale("log", base=4)
-            axes.set_xticks([64, 256, 1024, 4096], ["64", "256", "1,024", "4,096"])
-            axes.set_title(f"{metric}, {model}", fontsize=9)
-    grid[-1][0].set_xlabel("forward passes for one image")
-    grid[0][-1].legend(fontsize=7)
+    methods, labels = [m for block in blocks for m in block], list(COLUMNS)
+    shades = [[math.nan] * len(labels) for _ in methods]
+    for column, label in enumerate(labels):
+        sign = -1 if label == "Max-sensitivity" else 1
+        known = sorted((m for m in methods if (m, label) in values), key=lambda m: sign * values[m, label])
+        for place, method in enumerate(known):
+            shades[methods.index(method)][column] = place / max(1, len(known) - 1)
+    figure = Figure(figsize=(0.86 * len(labels) + 2.6, 0.2 * len(methods) + 1.9), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shades, cmap="RdYlBu", vmin=-0.15, vmax=1.15, aspect="auto")
+    axes.set_xticks(range(len(labels)), [label.strip().replace(" ", "\n", 1) for label in labels], fontsize=8)
+    axes.xaxis.tick_top()
+    scores = [f"{m}{'*' * (m in OPTIMISES)}  {score:.0f}" for block in blocks for m, score in block.items()]
+    axes.set_yticks(range(len(methods)), scores, fontsize=7)
+    for row, method in enumerate(methods):
+        for column, label in enumerate(labels):
+            if (method, label) in values:
+                axes.text(column, row, number(values[method, label]), ha="center", va="center", fontsize=6)
+    groups = [column.group for column in COLUMNS.values()]
+    for group in dict.fromkeys(groups):
+        first, count = groups.index(group), groups.count(group)
+        axes.axvline(first - 0.5, color="black", lw=1)
+        axes.text(first + (count - 1) / 2, -3.1, group, ha="center", fontsize=8, weight="bold")
+    axes.axhline(len(blocks[0]) - 0.5, color="black", lw=1)
+    axes.set_xlabel(
+        "Blue: among the best in this column. Red: among the worst. White: not measured. *: optimises deletion.\n"
+        "Behind a name: mean way from random maps (0) to tis (100) on photographs; below the line, with pocket.",
+        fontsize=7,
+    )
     figure.savefig(file, dpi=130)
 
 
-def table(run: RunTables, model: str, order: Mapping[str, float]) -> list[str]:
-    """A model's means, intervals and marks."""
-    metrics, rows = list(run.recipe.metrics), []
-    for method in order:
-        texts = [run.text(model, method, metric) for metric in metrics]
-        cells = [f"{t.mean} [{t.low}, {t.high}]{SIGNS[t.mark]}{f' ({t.count})' if t.count else ''}" for t in texts]
-        rows.append([f"`{method}`", *cells])
-    return markdown_table(["method", *metrics], rows)
+def draw_curves(run: RunTables, file: Path) -> None:
+    """Faithfulness against forward passes, with 95 % intervals: a panel for each metric."""
+    from matplotlib.figure import Figure
+
+    (model,), metrics = run.models, list(run.recipe.metrics)
+    figure = Figure(figsize=(4 * len(metrics), 3.4), layout="constrained")
+    lines: dict[str, list[tuple[int, str]]] = {}
+    for label in run.recipe.methods:
+        name, _, forwards = label.rpartition(" ")
+        if forwards.isdecimal():
+            lines.setdefault(name, []).append((int(forwards), label))
+    for axes, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
+        scale = run.recipe.metrics[metric].scale
+        for i, (name, points) in enumerate(lines.items()):
+            cells = [run.by_key[model, label, metric] for _, label in sorted(points)]
+            bars = [[scale * (c.mean - c.low) for c in cells], [scale * (c.high - c.mean) for c in cells]]
+            x = [n * 1.03 ** (i - 3) for n, _ in sorted(points)]
+            y = [scale * c.mean for c in cells]
+            axes.errorbar(x, y, bars, marker="o", ms=4, lw=1.2, elinewidth=0.5, color=f"C{i}", label=name)
+        for name, style in ((REFERENCE, "--"), ("random", ":")):
+            level = scale * run.by_key[model, name, metric].mean
+            axes.axhline(level, color="grey", ls=style, lw=1, label=f"{name} (one pass)" if style == "--" else name)
+        axes.set_xscale("log", base=4)
+        axes.set_xticks([64, 256, 1024], ["64", "256", "1,024"])
+        axes.set_title(metric, fontsize=9)
+        axes.set_xlabel("forward passes for one image", fontsize=8)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(file, dpi=130)
 
 
-def sentences(run: RunTables, order: Mapping[str, float]) -> list[str]:
-    """What the numbers say: the first methods, the best one-pass method, leaders, and who is not above random."""
-    names = list(order)
-    critical = max(rank.critical for rank in run.ranks.values())
-    one_pass = [m for m in names if run.recipe.methods[m].request.in_pass]
-    fair = [m for m in names if m not in OPTIMISES]
-
-    def listed(some: Sequence[str]) -> str:
-        return ", ".join(f"`{m}` ({order[m]:.1f})" for m in some[:3])
-
-    lines = [
-        f"- **First by mean rank** of {len(names)} methods: {listed(names)}; random maps have "
-        f"{order.get('random', math.nan):.1f}. In one column, ranks that are closer than {critical:.1f} do not differ "
-        "significantly.",
-        f"- **Without methods that optimise deletion**: {listed(fair)}.",
-        f"- **In one forward and backward pass**: {listed(one_pass)}.",
-    ]
-    for metric in run.recipe.metrics:
-        parts = []
-        for model in run.models:
-            cells = {m: run.by_key[model, m, metric] for m in names}
-            best = [m for m, c in cells.items() if c.mark == "best"]
-            tied = [m for m, c in cells.items() if c.mark == "tied"]
-            leader = max(cells, key=lambda m: -math.inf if math.isnan(cells[m].mean) else cells[m].mean)
-            lead = f"`{best[0] if best else leader}` ({run.number(cells[best[0] if best else leader].mean, metric)})"
-            parts.append(f"{lead} on {model}" + (f", not separated from {len(tied)} others" if tied else ""))
-        lines.append(f"- **{metric}** ({MEANING.get(metric, '')}): {'; '.join(parts)}.")
-    chance = {(model, metric): run.by_key[model, "random", metric].high for model in run.models for metric in FAITHFUL}
-    weak = [
-        m for m in names
-        if m != "random" and any(run.by_key[model, m, metric].low <= high for (model, metric), high in chance.items())
-    ]  # fmt: skip
-    if weak:
-        lines.append(f"- **Not above random** in at least one faithfulness test: {', '.join(f'`{m}`' for m in weak)}.")
-    return lines
-
-
-def page(runs: Mapping[str, RunTables], out: Path) -> str:
-    """The page; its pictures are written to `out`."""
-    main = runs["all-methods"]
-    order = dict(sorted(mean_ranks(main, FAITHFUL).items(), key=lambda pair: pair[1]))
-    metrics = list(main.recipe.metrics)
-    values = {key: v for metric in metrics for key, v in averages(main, metric).items()}
-    for name, metric, label in (
-        ("all-methods-sensitivity", "Max-sensitivity", "Max-sensitivity"), ("ground-truth", "AP", "Ground truth"),
-    ):  # fmt: skip
-        if name in runs:
-            more = averages(runs[name], metric, label)
-            values |= {key: v for key, v in more.items() if key[0] in order}
-            metrics.append(label)
-    draw(order, metrics, values, out / "all-methods.png")
-    images = {model: main.images(model) for model in main.models}
-    shown = " and ".join(f"{count} images with `{model}`" for model, count in images.items())
-    lines = ["# All methods in one table", ""]
-    lines += [f"{len(order)} methods, {len(metrics)} tests, {shown}; the predicted class is explained.", ""]
-    lines += [*sentences(main, order), "", "![Methods and tests](all-methods.png)", ""]
-    lines += ["Numbers are means over both models. What the columns mean:", ""]
-    lines += [f"- **{metric}**: {MEANING[metric]}." for metric in metrics if metric in MEANING]
-    lines += ["", "## Mean ranks", "", "Over images; 1 is the best.", ""]
-    heads = [f"{metric}, {model}" for metric in main.recipe.metrics for model in main.models]
-    keys = [(model, metric) for metric in main.recipe.metrics for model in main.models]
-    rows = [
-        [f"`{m}`", str(resolve_cost(main, m)), f"{rank:.1f}"]
-        + [
-            f"{main.ranks[key].means[m]:.1f}" if key in main.ranks and m in main.ranks[key].means else "–"
-            for key in keys
+def sections(run: RunTables) -> list[str]:
+    """A table for each model of a run: means with intervals, marked if they differ from `REFERENCE`."""
+    lines, metrics = [f"Recipe `{run.recipe.name}`."], list(run.recipe.metrics)
+    for model in run.models:
+        rows, gaps = [], method_gaps(run.results, run.recipe, model, REFERENCE)
+        for method in run.recipe.methods:
+            texts = {metric: run.text(model, method, metric) for metric in metrics}
+            signs = {metric: SIGNS[gaps[method, metric].standing] if method != REFERENCE else "" for metric in metrics}
+            cells = [f"{t.mean}{f' [{t.low}, {t.high}]' * bool(t.low)}{signs[metric]}" for metric, t in texts.items()]
+            rows.append([f"`{method}`", *cells])
+        lines += [
+            "",
+            f"## {model}",
+            "",
+            f"{run.images(model)} images.",
+            "",
+            *markdown_table(["method", *metrics], rows),
         ]
-        for m, rank in order.items()
-    ]
-    lines += markdown_table(["method", "cost for one image", "mean rank, faithfulness", *heads], rows)
-    if "equal-budget" in runs:
-        draw_curves(runs["equal-budget"], out / "all-methods-curves.png")
-        lines += ["", "## At equal cost", "", "![Faithfulness against forward passes](all-methods-curves.png)", ""]
-        for model in runs["equal-budget"].models:
-            methods = dict.fromkeys(runs["equal-budget"].recipe.methods, 0.0)
-            lines += [f"{runs['equal-budget'].caption(model)} {model}:", ""]
-            lines += [*table(runs["equal-budget"], model, methods), ""]
-    for model in main.models:
-        lines += ["", f"## All values, {model}", "", main.caption(model), "", *table(main, model, order)]
-    lines += [f"\n- {count} values failed: {reason}." for reason, count in main.results.failures.items()]
-    commands = "\n".join(f"patchlight bench run {name} --images DATA/imagenet-val-1000 --device cuda --out runs/{name}"
-                         for name in runs)  # fmt: skip
-    lines += ["", "## Commands", "", "```", commands]
-    lines += [
-        f"python -m tools.all_methods_page {' '.join(f'runs/{name}' for name in runs)} --out docs/results",
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return [*lines, *(f"- {count} values failed: {why}." for why, count in run.results.failures.items()), ""]
 
 
-def resolve_cost(run: RunTables, method: str) -> str:
-    """What a method costs for one image, as `patchlight methods` says."""
-    return resolve(run.recipe.methods[method].method).method.cost
+def page(values: Mapping[Key, float], widths: Mapping[str, float]) -> tuple[list[dict[str, float]], list[str]]:
+    """The methods of the chart in two blocks, measured on photographs and only elsewhere; and what follows `MADE`."""
+    photographs, pocket = rank(values, PHOTOGRAPHS), rank(values, POCKET)
+    blocks = [photographs, {m: score for m, score in pocket.items() if m not in photographs}]
+    heads = {label: f"{label.strip()}{' (`pocket`)' * bool(column.section)}" for label, column in COLUMNS.items()}
+    meanings = []
+    for label, column in COLUMNS.items():
+        width = "–" if math.isnan(widths[label]) else f"± {number(widths[label])}"
+        links = ", ".join(f"[{name}]({name}.md)" for name in column.pages)
+        meaning = f"{column.meaning}{'; minus that of `tis`' * column.to_tis}"
+        meanings.append([heads[label], column.images, meaning, width, links])
+    rows = [
+        [f"`{m}`"]
+        + [f"{scores[m]:.0f}" if m in scores else "–" for scores in (photographs, pocket)]
+        + [number(values[m, c]) if (m, c) in values else "–" for c in COLUMNS]
+        for block in blocks
+        for m in block
+    ]
+    columns = markdown_table(["column", "images", "what it is", "95 % interval, about", "from"], meanings)
+    table = markdown_table(["method", "photographs", "`pocket`", *heads.values()], rows)
+    return blocks, [*columns, "", *table, ""]
+
+
+def rewrite(file: Path, heading: str, lines: Sequence[str]) -> None:
+    """Replace everything after a heading of a page."""
+    words = file.read_text(encoding="utf-8").partition(heading)[0]
+    write_atomic(file, "\n".join([words + heading, "", *lines]).encode())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The page of all methods, from finished runs.")
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True, help="folder")
+    parser = argparse.ArgumentParser(description="The page of all methods, from other pages of results and from runs.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", type=Path, nargs="*")
     args = parser.parse_args(argv)
-    runs = {Store(folder).manifest().resolved.name: read_tables(folder) for folder in args.runs}
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_atomic(args.out / "all-methods.md", page(runs, args.out).encode())
+    if runs := [read_tables(folder) for folder in args.runs]:
+        draw_curves(runs[0], args.folder / "all-methods-curves.png")
+        rewrite(args.folder / f"{TABLES}.md", MADE + "s", [line for run in runs for line in sections(run)])
+    values, widths = collect(args.folder)
+    blocks, lines = page(values, widths)
+    draw(blocks, values, args.folder / "all-methods.png")
+    rewrite(args.folder / "all-methods.md", MADE, lines)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ distracts in another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -149,32 +150,24 @@ def _sprites() -> Tensor:
     textures = [row // 2 % 2, column // 2 % 2, (row // 2 + column // 2) % 2, (row + column) // 2 % 2]
     away = ((row - 3.5) ** 2 + (column - 3.5) ** 2).sqrt()
     middle = (at >= 3) & (at <= 4)
-    corner = [
-        (row < 4) & (column < 4),
-        (row < 4) & (column >= 4),
-        (row >= 4) & (column < 4),
-        (row >= 4) & (column >= 4),
-    ]
+    corner = [(row < 4) & (column < 4), (row < 4) & (column > 3), (row > 3) & (column < 4), (row > 3) & (column > 3)]
     bank = torch.full((6, len(KINDS), 3, PATCH, PATCH), -1, dtype=torch.int16)
 
-    def paint(
-        sign: int, kind: int, where: Tensor, colour: tuple[int, int, int], other: tuple[int, int, int] | None
-    ) -> None:
-        for channel in range(3):
-            below = -1 if other is None else other[channel]
-            bank[sign, kind, channel] = torch.where(where, colour[channel], below).to(torch.int16)
+    def paint(sign: int, kind: int, where: Tensor, colour: Sequence[int], other: Sequence[int] = (-1, -1, -1)) -> None:
+        shown, below = (torch.tensor(rgb, dtype=torch.int16)[:, None, None] for rgb in (colour, other))
+        bank[sign, kind] = torch.where(where, shown, below)
 
     for kind, texture in enumerate(textures):
         paint(WARM, kind, texture.bool(), (240, 120, 40), (90, 30, 10))
         paint(COLD, kind, texture.bool(), (60, 130, 240), (10, 30, 90))
-        paint(WATERMARK, kind, corner[kind] & (away < 4.5), (235, 235, 235), None)
+        paint(WATERMARK, kind, corner[kind] & (away < 4.5), (235, 235, 235))
     plus = (middle[:, None] | middle[None]) & (away < 4.3)
     for sign, where, colour in (
         (PLUS, plus, (40, 200, 60)),
         (RING, (away > 2) & (away < 4), (210, 60, 210)),
         (DOTS[0], away < 2.3, (250, 230, 40)),
     ):
-        paint(sign, 0, where, colour, None)
+        paint(sign, 0, where, colour)
     return bank
 
 

@@ -362,16 +362,10 @@ def exact_values(z: Tensor, scores: Tensor, index: Index) -> Tensor:
 def _archipelago(game: Callable[[Tensor], Tensor], players: int) -> Tensor:
     """The interaction of each pair in an empty and in a whole image, on average; players alone in the same way."""
     i, j = torch.triu_indices(players, players, 1)
-    single, pair = torch.eye(players).bool(), torch.zeros(len(i), players).bool()
-    pair[torch.arange(len(i)), i] = pair[torch.arange(len(i)), j] = True
-    some = torch.cat([torch.zeros(1, players).bool(), single, pair])
-    scores = game(torch.cat([some, ~some]))
-    values = torch.zeros(players, players, dtype=scores.dtype)
-    for (none, alone, both), sign in zip(
-        (part.split([1, players, len(i)]) for part in scores.chunk(2)), (1, -1), strict=True
-    ):
-        together = (both - alone[i] - alone[j] + none) / 2
-        values[i, j] += together
-        values[j, i] += together
-        values += ((alone - none) * sign / 2).diag()
-    return values
+    single = torch.eye(players).bool()
+    some = torch.cat([torch.zeros(1, players).bool(), single, single[i] | single[j]])
+    effects = torch.zeros(players + len(i), dtype=torch.float64)
+    for scores, sign in zip(game(torch.cat([some, ~some])).chunk(2), (1, -1), strict=True):
+        none, alone, both = scores.split([1, players, len(i)])
+        effects += torch.cat([sign * (alone - none), both - alone[i] - alone[j] + none]) / 2
+    return as_matrix(effects, players)
