@@ -161,6 +161,13 @@ def test_rows_sum_to_one_over_all_states(vit: pl.Anatomy) -> None:
     assert sum(float(row.sum()) for row in rows.values()) == pytest.approx(1, abs=1e-5)
 
 
+def test_methods_that_follow_no_row_do_not_run_the_readout_for_one(
+    vit: pl.Anatomy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl.Anatomy, "state_rows", lambda *_: pytest.fail("a row was computed"))
+    pl.explain(vit, IMAGES, "ixg.plus.libra", head=_Mean())
+
+
 def test_attention_is_followed_from_every_state(opened: dict[str, pl.Anatomy]) -> None:
     """v <- r_L; v <- v (I + M_l) + r_l."""
     vit = opened["dpt"].ask(_Mean()).prepared(IMAGES[:1])

@@ -125,15 +125,37 @@ def test_maps_with_fused_attention_are_those_with_matrices(family: str, monkeypa
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have attention stay fused on a CPU, in float64; the list has the tokens of each that did."""
+    monkeypatch.setattr(runner, "fused_type", lambda *_: torch.float64)
+    monkeypatch.setattr(taps, "WRITTEN", 0)
+    return noted(monkeypatch)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each attention that stays fused."""
     seen: list[int] = []
 
     def attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
         seen.append(q.shape[2])
         return attend(q, k, v, scale)
 
-    monkeypatch.setattr(runner, "fused_type", lambda vit, precision: torch.float64)
     monkeypatch.setattr(taps, "attend", attended)
     return seen
+
+
+def test_large_matrices_of_few_methods_are_not_written_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = roomy("vit", torch.float64)
+    batch = images(vit, 2)
+    explicit = pl.explain(vit, batch, "genatt", target=1).scores
+    seen = noted(monkeypatch)
+    pl.explain(vit, batch, "genatt", target=1)
+    assert not seen, "small matrices are written"
+    monkeypatch.setattr(taps, "WRITTEN", 0)
+    tiled = pl.explain(vit, batch, "genatt", target=1).scores
+    assert seen == [vit.tokens] * vit.depth
+    torch.testing.assert_close(tiled, explicit, atol=2e-6 * float(explicit.abs().max()), rtol=0)
+    pl.explain(vit, batch, ["genatt", "attngrad", "rawatt"], target=1)
+    pl.explain(vit, batch, "genatt.libra", target=1)
+    assert len(seen) == vit.depth, "many readers, and a rule that stops at the softmax, write them"
 
 
 @pytest.mark.filterwarnings("ignore::patchlight.DegenerateMap")
@@ -141,7 +163,7 @@ def test_methods_that_read_a_row_write_no_matrix(monkeypatch: pytest.MonkeyPatch
     vit = roomy("vit", torch.float64)
     fused = watched(monkeypatch)
     monkeypatch.setattr(Rows, "_summed", lambda self, weights, over_rows: torch.zeros_like(self.attention.lse))
-    for part in ("A", "G", "entries"):
+    for part in ("A", "G", "entries", "tiles"):
         monkeypatch.setattr(FusedAttention, part, property(lambda self: pytest.fail("a matrix was written")))
     for name in (
         "genatt",

@@ -174,6 +174,9 @@ class Anatomy(Readout):
         Everything that explains or measures does this automatically; if you call `embed`, `block` or `readout`
         yourself, use `batch` or `steady`.
         """
+        if self.bare is not None and self.bare.running is self.running:
+            self.bare.renew()
+            return
         settled: set[int] | None = getattr(_LOCAL, "settled", None)
         if settled is not None:
             if id(self.running) in settled:
@@ -208,6 +211,8 @@ class Anatomy(Readout):
             if computing not in views:
                 views[computing] = self.copy_with()
             view = cast(Self, views[computing])
+            if self.question is not None:  # several questions share it
+                view = view.copy_with(running=view.running)
             view._follow(self, computing)
         return view
 
@@ -254,6 +259,8 @@ class Anatomy(Readout):
         )
         if other.question is None:
             other.check()
+        elif bare._computing == other._computing:  # questions about the output run on the same twin
+            other.running = bare.running
         return other
 
     def prepared(self, image: Tensor, size: tuple[int, int] | None = None) -> Self:

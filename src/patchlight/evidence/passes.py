@@ -73,6 +73,7 @@ class Pass:
     """The states that the readout reads, by number, if these are several."""
     read: Sequence[Mapping[int, Tensor]] = ()
     """For each class, the weights with which it reads the tokens of each state, if the backward shows them."""
+    _rows: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def layers(self, job: int = 0, target: int = 0) -> Mapping[int, Any]:
         """The values of a job for the explained class of that number, by layer."""
@@ -82,12 +83,18 @@ class Pass:
         """The value of a job at one layer."""
         return self.found[target][job][layer]
 
-    def row(self, vit: Anatomy, target: int = 0) -> Tensor:
-        """The weight [B,N] with which the explained class of number `target` reads each output token."""
-        return self.rows(vit, target)[vit.depth]
-
     def rows(self, vit: Anatomy, target: int = 0) -> dict[int, Tensor]:
-        """The weights [B,N_i] with which it reads the tokens of each state, by number; 0 for an unread last."""
+        """The weights [B,N_i] with which the explained class of that number reads the tokens of each state, by state.
+
+        They are 0 for an unread last state.
+
+        Without `read` and `pool` they take a forward and backward of the readout, so they are computed when first read.
+        """
+        if target not in self._rows:
+            self._rows[target] = self._find_rows(vit, target)
+        return self._rows[target]
+
+    def _find_rows(self, vit: Anatomy, target: int) -> dict[int, Tensor]:
         index = self.targets.index[:, target]
         unread = {} if self.last is None else {vit.depth: self.last.new_zeros(self.last.shape[:2])}
         if self.read:

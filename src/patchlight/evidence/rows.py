@@ -3,12 +3,13 @@
 Fused attention keeps no matrix, but its inputs define it: A_ij = exp(scale q_i.k_j - lse_i), and the gradient of A is
 G_ij = dO_i.v_j with the gradient dO of the attention's output, under every backward rule. A method whose map is one row
 of a product or sum of the blocks' matrices needs them only as operators: a row times the matrix, and the sums of its
-rows. On CUDA both are computed from tiles (`kernels.py`); elsewhere the matrix is written out temporarily, which is the
-reference for the tiles.
+rows. Both are computed from tiles that are summed and dropped: on CUDA by a kernel (`kernels.py`), elsewhere by
+products of a few rows, small enough for a processor's cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -75,6 +76,24 @@ class FusedAttention:
             return torch.zeros_like(self.A)
         return self._unscaled(_wide(self.dO) @ _wide(self.v).mT)
 
+    def tiles(self, entry: Entry, read: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The matrices of an entry in tiles: the heads of all images [B*H], the rows among `read` [n], and the values.
+
+        Values are [heads,rows,N]; they may be changed.
+        """
+        q, k, v, dO = (_wide(t).flatten(0, 1) for t in (self.q, self.k, self.v, self.output_gradient))
+        lse, tokens = self.lse.flatten(0, 1)[..., None], k.shape[1]
+        heads_at_once, rows_at_once = (max(1, TILE // n) for n in (tokens * max(1, len(read)), tokens))
+        for begin in range(0, len(q), heads_at_once):
+            heads = slice(begin, begin + heads_at_once)
+            keys, values = k[heads].mT, v[heads].mT
+            for rows in read.split(rows_at_once):
+                A = (q[heads, rows] @ keys).mul_(self.scale).sub_(lse[heads, rows]).exp_() if "A" in entry else None
+                G = dO[heads, rows] @ values if "G" in entry else None
+                product = A if G is None else G if A is None else G.mul_(A)
+                assert product is not None
+                yield heads, rows, signed(entry, product)
+
     @property
     def output_gradient(self) -> Tensor:
         """dO, unscaled [B,H,N,d]."""
@@ -133,9 +152,10 @@ class Rows:
 
     def sums(self) -> Tensor:
         """The sum of each row [B,N]."""
-        q = self.attention.q
-        weights = q.new_ones(1, 1, 1, dtype=torch.float32) if self.columns is None else self.columns
-        return _scaled(self._summed(weights, over_rows=False), self.rows).mean(1)
+        ones = torch.ones_like(self.attention.lse)
+        if self.columns is None and self.entry == "A":
+            return _scaled(ones, self.rows).mean(1)
+        return _scaled(self._summed(ones if self.columns is None else self.columns, over_rows=False), self.rows).mean(1)
 
     def written(self) -> Tensor:
         """The matrix itself [B,N,N]."""
@@ -151,9 +171,15 @@ class Rows:
             from patchlight.evidence.kernels import summed
 
             return summed(seen, self.entry, weights, over_rows)
-        f = seen.entries(self.entry)
-        weights = weights.to(f)
-        return ((weights[:, :, None] @ f)[:, :, 0]) if over_rows else ((f @ weights[..., None])[..., 0])
+        out = _wide(seen.q).new_zeros(seen.lse.shape).flatten(0, 1)
+        weights = weights.to(out).flatten(0, 1)
+        read = weights.any(0) if over_rows else weights.new_ones(weights.shape[1])  # a row of weight 0 adds nothing
+        for heads, rows, values in seen.tiles(self.entry, read.nonzero().flatten()):
+            if over_rows:
+                out[heads] += (weights[heads, None, rows] @ values)[:, 0]
+            else:
+                out[heads, rows] = (values @ weights[heads, :, None])[..., 0]
+        return out.view_as(seen.lse)
 
 
 Matrix = Tensor | Rows | Local
@@ -220,6 +246,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
     return out, lse.view(lse.shape[:3])
 
 
+TILE = 2**17
+"""Numbers of a tile, which with its factors fits into a processor's cache."""
 _FLASH, _CUDNN = 1, 3
 """The numbers of `torch.nn.attention.SDPBackend`."""
 

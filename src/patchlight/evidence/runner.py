@@ -75,9 +75,16 @@ class LayerJob:
         return bool(self.needs & BACKWARD)
 
 
-def fused_type(vit: Anatomy, precision: Decided) -> torch.dtype | None:
-    """The type in which attention stays fused although its rows are read; None if it is written out."""
-    return HALF.get(precision) if vit.device.type == "cuda" and has_tiles() else None
+def fused_type(vit: Anatomy, precision: Decided, rule: Rule, jobs: Sequence[LayerJob]) -> torch.dtype | None:
+    """The type in which attention stays fused although its rows are read; None if it is written out.
+
+    On a CPU, a rule leaves less of the backward than fused attention computes, and matrices that many jobs read are
+    better written once.
+    """
+    if vit.device.type == "cuda":
+        return HALF.get(precision) if has_tiles() else None
+    few = sum(bool(job.needs & {"A", "G"}) for job in jobs) <= 2
+    return vit.dtype if few and rule.attention == "plain" and precision == "full" else None
 
 
 class Runner:
@@ -89,7 +96,7 @@ class Runner:
         self.vit, self.runs, self.rule, self.jobs, self.precision = vit, runs, rule, jobs, precision
         self.course = course
         self.backward = any(job.backward for job in jobs)
-        self.fused = fused_type(vit, precision)
+        self.fused = fused_type(vit, precision, rule, jobs)
         self.scales = precision == "fp16" and self.backward
         places = [layer for job in jobs if job.backward for layer in job.layers]
         self.first = min(places, key=self._order, default=vit.depth)

@@ -133,6 +133,8 @@ class Taps(AttentionTap):
         width, known = query.shape[-1], query.shape == key.shape == value.shape
         if self.fused is None or not self.in_block or not known or query.ndim != 4 or width % 8 or width > 128:
             return None
+        if not query.is_cuda and query[..., 0].numel() * query.shape[2] < WRITTEN:
+            return None
         q, k, v = (t.to(self.fused) for t in rules.attended(query, key, value, self.rule))
         found = attend(q, k, v, call.factor)
         if found is None:
@@ -273,3 +275,10 @@ class Taps(AttentionTap):
     def rsqrt(self, func: Callable[..., Any], x: Tensor) -> Tensor:
         """One over the deviation, in a norm composed of primitives."""
         return func(x.detach() if self.rule.norm == "frozen" else x)  # type: ignore[no-any-return]
+
+
+WRITTEN = 2**23
+"""Numbers of the attention matrices of a block from which, on a CPU, recomputing tiles is faster than writing them.
+
+Memory of more than 32 MiB is new to the process each time: the C library returns it to the system when it is freed.
+"""

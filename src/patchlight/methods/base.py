@@ -64,26 +64,29 @@ class LayerMaps:
     Args:
         values: By block, vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`.
         vit: The model.
-        pool: How the classifier reads the last tokens [B,N].
+        rows: Returns how the readout reads the states x_l [B,N_l], by l; the last is what the classifier reads.
         end: The bias terms after the last block.
         base: The method's map restricted to the blocks from one on, if it has a start.
-        early: How the readout reads states x_l before the last [B,N], by l.
     """
 
     values: Mapping[int, Any]
     vit: Anatomy
-    pool: Tensor
+    rows: Callable[[], Mapping[int, Tensor]]
     end: EndBias = field(default_factory=EndBias)
     base: Callable[[LayerMaps, int], Tensor] | None = None
-    early: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def pool(self) -> Tensor:
+        """How the classifier reads the last tokens [B,N]."""
+        return self.rows()[self.vit.depth]
 
     def arriving(self, row: Tensor, layer: int) -> Tensor:
         """A row over the tokens that enter block `layer` as one over those that leave the block before it.
 
         What the readout reads of these itself is added.
         """
-        row = self.merged(row, layer)
-        return row + self.early[layer] if layer in self.early else row
+        row, rows = self.merged(row, layer), self.rows()
+        return row + rows[layer] if layer in rows and layer < self.vit.depth else row
 
     def merged(self, row: Tensor, layer: int) -> Tensor:
         """Turn a row over the tokens that enter block `layer` into one over those that leave the block before it."""

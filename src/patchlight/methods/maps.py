@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,8 +182,7 @@ def finish(request: Request, vit: Anatomy, seen: Pass, of: int = 0, target: int 
         return image
     assert request.composition is not None
     combine = request.composition.function
-    rows = seen.rows(vit, target)
-    maps = LayerMaps(values, vit, rows.pop(vit.depth), seen.end(target), _tail(request), rows)
+    maps = LayerMaps(values, vit, partial(seen.rows, vit, target), seen.end(target), _tail(request))
     result = combine(maps, **filter_settings(combine, request.settings))
     adds_end = isinstance(request.method, LayerMap) and request.method.adds_end
     end = maps.end_bias() if adds_end and request.settings.get("include_bias", True) else None

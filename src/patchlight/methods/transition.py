@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -31,8 +32,7 @@ def _first_block(start: int | None, usual: int, depth: int) -> int:
 
 def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
     """The tokens the classifier reads: their indices [n], and the weight of each [B,n]."""
-    pool = seen.row(ask.vit)
-    weights = LayerMaps({}, ask.vit, pool, seen.end()).start_row(readout)
+    weights = LayerMaps({}, ask.vit, partial(seen.rows, ask.vit), seen.end()).start_row(readout)
     rows = (weights != 0).any(0).nonzero().flatten()
     return rows, weights[:, rows]
 
