@@ -1,4 +1,4 @@
-"""The contract of metrics can fail: a metric that breaks one sentence of it is found out, by that sentence."""
+"""The contract test of metrics fails for a metric that breaks it, with the right message."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Function = Callable[[Measure], Measured]
 
 
 def share(ask: Measure) -> Tensor:
-    """The share of the map's sum that lies in its upper half [B]: a metric without a fault."""
+    """The share of the map's sum in its upper half [B]: a correct metric."""
     maps = ask.maps.double()
     total = maps.abs().sum((1, 2))
     return maps[:, : maps.shape[1] // 2].abs().sum((1, 2)) / torch.where(total > 0, total, 1)
 
 
 def checked(function: Function, vit: Anatomy | None = None, **about: Any) -> Evaluation | None:
-    """What check_metric says of a function that is registered for a moment."""
+    """The message of check_metric for a function."""
     given = {key: about.pop(key) for key in ("better", "worse", "chance", "labels", "boxes", "masks") if key in about}
     facts: dict[str, Any] = {"paper": "an example", "higher_is_better": True, **about}
     function.__annotations__ = {"ask": Measure, "return": Measured}
@@ -76,12 +76,12 @@ def move_global_state(ask: Measure) -> Measured:
 
 
 def read_others(ask: Measure) -> Measured:
-    """What another metric of the call has kept changes the value."""
+    """The value depends on what another metric of the call has stored."""
     return Measured(share(ask) / (1 + len(ask.shared)))
 
 
 def read_earlier(ask: Measure) -> Measured:
-    """What an earlier batch has kept changes the value."""
+    """The value depends on what an earlier batch has stored."""
     ask.kept["seen"] = ask.kept.get("seen", 0) + 1
     return Measured(share(ask) / ask.kept["seen"])
 
@@ -115,14 +115,14 @@ def leave_training(ask: Measure) -> Measured:
 
 
 def divide_by_spread(ask: Measure) -> Measured:
-    """A constant map has no spread: torch says inf or NaN, and so does `evaluate`, but an error is a crash."""
+    """A constant map has no spread: torch and `evaluate` return inf or NaN, but an exception is a crash."""
     if bool((ask.maps.flatten(1).std(1) == 0).any()):
         raise ZeroDivisionError("no spread")
     return Measured(share(ask))
 
 
 def mix_odd_maps(ask: Measure) -> Measured:
-    """A constant map spoils the others of its batch."""
+    """A constant map changes the other values of its batch."""
     dead = (ask.maps.flatten(1).std(1) == 0).any()
     return Measured(share(ask) * (0.5 if bool(dead) else 1.0))
 
@@ -224,7 +224,7 @@ def test_a_crash_on_a_constant_map_is_no_value() -> None:
 
 
 def test_a_crash_without_annotations_is_no_refusal() -> None:
-    """A metric that reads labels and does not say so meets None."""
+    """A metric that reads labels without declaring them gets None."""
 
     def reads_labels(ask: Measure) -> Measured:
         return Measured(share(ask) * (ask.labels >= 0))  # type: ignore[operator]
@@ -285,7 +285,7 @@ def test_a_refused_model_is_no_pass() -> None:
 
 
 def test_single_precision_may_differ_where_double_is_given() -> None:
-    """Where the order of nearly equal patches decides, a batch and single calls are compared in float64."""
+    """If the order of nearly equal patches matters, a batch and single calls are compared in float64."""
     vit = linear(classes=2)
     batch = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     asked: list[torch.dtype] = []

@@ -1,4 +1,4 @@
-"""The bundled model and photographs: what the model card says, and the model gets the photographs right."""
+"""The bundled model and photographs: the model card, and correct predictions for the photographs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_photograph_is_licensed_and_recognised() -> None:
 
 
 def test_the_cats_map_lies_on_the_cat() -> None:
-    """The cat's face fills the middle of its photograph: the best tenth of the patches is not on the border."""
+    """The cat's face is in the middle, so the best tenth of the patches is not on the border."""
     vit = pl.load("pocket")
     best = pl.explain(vit, pocket.PHOTOS / "cat.jpg", "ixg.skipplus.libra", target="cat").top_patches(6)[0]
     on_border = ((best == 0) | (best == 7)).any(1).sum()

@@ -1,4 +1,4 @@
-"""A tiny training, with dropout, and what was logged of it as it is read back."""
+"""A tiny training with dropout, and readers of its logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(family: str = "vit") -> nn.Module:
 
 
 def train(net: nn.Module, log: Callable[[int], None] = lambda step: None, steps: int = 5) -> nn.Module:
-    """A training loop: batches and dropout are drawn from torch's generator."""
+    """A training loop that samples batches and dropout from torch's generator."""
     torch.manual_seed(0)
     pictures, classes = data()
     optimiser = torch.optim.AdamW(net.parameters(), 1e-2)

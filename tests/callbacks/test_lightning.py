@@ -1,4 +1,4 @@
-"""The callback in Lightning's own Trainer."""
+"""The callback in Lightning's Trainer."""
 
 from __future__ import annotations
 

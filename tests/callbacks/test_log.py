@@ -1,4 +1,4 @@
-"""A log of a training says what the model was at each step, within its time, and leaves the training as it was."""
+"""A training log has the maps and numbers of each step, keeps its budget, and does not change the training."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_model_keeps_its_mode_gradients_and_autocast() -> None:
 
 
 def test_what_is_logged_is_of_the_weights_of_that_step() -> None:
-    """Compared with a copy of the model at each step, asked from outside."""
+    """Compared with a copy of the model at each step."""
     net = model()
     log, found = logged(net, method=["auto", "rollout"])
     copies = {}
@@ -112,7 +112,6 @@ def test_what_is_logged_is_of_the_weights_of_that_step() -> None:
 
 
 def test_only_steps_that_are_due_are_logged_and_each_once() -> None:
-    """Without a target, about the prediction of each."""
     net = model()
     log, found = logged(net, every=3, target=None, metric=None)
     walk(log, 0, 0, 1, 2, 3, 3, 4, 9)
@@ -309,7 +308,7 @@ def test_only_the_first_process_logs(process_group: None, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("place", [lambda net: net, torch.nn.Sequential], ids=["itself", "inside another"])
 @pytest.mark.parametrize("own", [True, False], ids=["own parameters", "one flat parameter"])
 def test_weights_that_are_flattened_are_not_touched(process_group: None, own: bool, place: Any) -> None:
-    """What is left of a model in FullyShardedDataParallel may be memory that was given back: reading it would crash."""
+    """The weights of a model in FullyShardedDataParallel may be in freed memory, so reading them would crash."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     net = model()

@@ -1,4 +1,4 @@
-"""The callback in Hugging Face's own Trainer."""
+"""The callback in Hugging Face's Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged is read back from TensorBoard's files and from a run of Weights & Biases that is offline."""
+"""Logs are read back from TensorBoard's files and from an offline run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_tensorboard_holds_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_run_of_wandb_holds_what_was_written(run: Any) -> None:
-    """Beside what others log to it, whatever steps they count, and what goes to another writer."""
+    """Other code also logs to the run, with other steps."""
     told: list[int] = []
     writers = [run, lambda step, *rest: told.append(step)]
     log = TrainingLog(model(), images(), writers, every=2, target=TARGET, budget=None)

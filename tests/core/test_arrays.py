@@ -143,7 +143,7 @@ def test_wrong_clips_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_no_clip_is_dropped_without_a_word() -> None:
-    """A loader of clips alone gives lists of one batch each; a list has one clip an item."""
+    """A loader of clips without labels returns lists with one batch; a list has one clip per item."""
     vit, batch = tiny_video(), clips(4)
     expected = pl.explain(vit, batch, "grad").scores
     for loader in (DataLoader(TensorDataset(batch), 2), DataLoader(TensorDataset(batch, torch.arange(4)), 3)):
@@ -168,7 +168,7 @@ def test_arrays_of_any_number_are_read() -> None:
 
 
 def movie(frames: int, streams: int = 1) -> types.SimpleNamespace:
-    """PyAV with one movie, whose frames have the grey value of their number; it counts the frames that are pictures."""
+    """A stand-in for PyAV with one movie. The grey value of a frame is its number; converted frames are counted."""
     module = types.SimpleNamespace(pictures=0)
 
     def picture(number: int) -> Image.Image:
@@ -184,7 +184,7 @@ def movie(frames: int, streams: int = 1) -> types.SimpleNamespace:
 
 
 def test_a_movie_is_read_at_equal_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the chosen frames become pictures: those of a minute take 10 GB."""
+    """Only the chosen frames are converted: all frames of a minute take 10 GB."""
     vit, path = tiny_video(), tmp_path / "a.mp4"
     path.touch()
     monkeypatch.setitem(sys.modules, "av", movie(40))

@@ -1,4 +1,4 @@
-"""The result object: steps of the reader, and a save that is whole or not at all."""
+"""Attributions: selection, conversion, display, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -148,7 +148,6 @@ def test_it_shows_itself() -> None:
 
 
 def test_repr_names_only_the_first_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are."""
     asked: list[int] = []
     named = pl.Attribution.captions.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(pl.Attribution, "captions", property(lambda self: asked.append(len(self)) or named(self)))
@@ -175,7 +174,7 @@ def test_the_class_of_a_contrast_has_a_name_without_labels() -> None:
 
 
 def test_labels_follow_their_images() -> None:
-    """Several per image, one image, none at all."""
+    """Several labels per image, one image, and no images."""
     att = attribution(torch.rand(2, 3, 2, 2), labels=tuple("abcdef"))
     parts = [att[1], att[1][0], att[::-1], att[:0], att[:0][:]]
     assert [part.labels for part in parts] == [tuple("def"), tuple("def"), tuple("defabc"), (), ()]
@@ -259,7 +258,7 @@ def test_several_attributions_are_saved_together(tmp_path: Path) -> None:
 
 
 def full(count: int = 3, classes: int = 2) -> pl.Attribution:
-    """Every field that belongs to an image or a class, with values that all differ."""
+    """An attribution with different values in every field that belongs to an image or a class."""
     names = tuple(f"{chr(97 + i)}{t}" for i in range(count) for t in range(classes))
     return pl.Attribution(
         torch.arange(count * classes * 6.0).view(count, classes, 2, 3),

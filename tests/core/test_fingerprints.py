@@ -9,7 +9,7 @@ from patchlight.core.fingerprints import fingerprint
 
 
 def test_weights_written_past_torch_are_seen() -> None:
-    """A moving average writes all weights through `.data`; somebody else only the head."""
+    """All weights are written through `.data`, as by a moving average, or only the head."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
     seen = [fingerprint(model)]
     for p in model.parameters():

@@ -1,4 +1,4 @@
-"""Bad and odd images: every one is either shown as defined or refused in one sentence, never a decoder's traceback."""
+"""Unusual images are read as documented or refused with a PatchlightError, never with a decoder's traceback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Im
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A 1-bit PNG that claims a size and holds no pixels: opening it must cost nothing."""
+    """A 1-bit PNG that declares a size and has no pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -240,7 +240,6 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_labels_of_a_loader_in_any_form() -> None:
-    """Tensors, arrays, lists, tuples; one label beside one image, which may be a word."""
     pair, one = torch.zeros(2, 3, 64, 64), torch.zeros(3, 64, 64)
     beside = [torch.tensor([3, 4]), np.array([3, 4]), [3, 4], (3, 4), ["a", "b"]]
     alone = [torch.tensor([5]), torch.tensor(5), np.array([5]), 5, [5], "cat"]
@@ -299,8 +298,8 @@ def test_framing(preprocess: Preprocess, image: tuple[int, int], expected: tuple
 
 def test_padding_has_its_colour_and_its_side() -> None:
     red = Image.new("RGB", (8, 4), "red")
-    for fit, colour in (("pad", (0, 0, 0)), ("pad-mean", (128, 51, 0))):
-        cut = Preprocess((8, 8), mean=(0.5, 0.2, 0.0), interpolation="nearest", fit=fit).crop(red)  # type: ignore[arg-type]
+    for fit, colour in (("pad", (0, 0, 0)), ("pad-mean", (255, 51, 0))):
+        cut = Preprocess((8, 8), mean=(1.0, 0.2, 0.0), interpolation="nearest", fit=fit).crop(red)  # type: ignore[arg-type]
         assert [cut.getpixel((3, y)) for y in (0, 3, 4, 7)] == [(255, 0, 0)] * 2 + [colour] * 2
     grey = Preprocess((8, 8), mean=(0.2,), std=(1.0,), interpolation="nearest", fit="pad-mean")
     assert grey.crop(Image.new("L", (4, 8), 255)).getpixel((7, 3)) == 51
@@ -392,6 +391,7 @@ def test_what_is_no_image_is_refused() -> None:
         (torch.zeros(0, 3, 64, 64), "images are empty"),
         (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), "images have dtype torch.uint8"),
         (torch.full((1, 3, 64, 64), float("inf")), "NaN or infinity"),
+        (torch.zeros(1, 3, 64, 64).index_fill(3, torch.tensor([5]), float("inf")), "NaN or infinity"),
     ):
         with pytest.raises(PatchlightError, match=sentence):
             to_batch(wrong, SMALL)
@@ -452,13 +452,21 @@ def test_batches_of_any_source() -> None:
     assert (count, [len(part) for part in batches]) == (1, [1])
 
 
+def test_a_full_batch_of_a_stream_does_not_wait_for_more() -> None:
+    source = iter(torch.zeros(3, 2, 3, 64, 64))
+    _, batches = in_batches(source, 2, SMALL)
+    assert len(next(batches)) == 2
+    assert len(list(source)) == 2
+
+
 def test_labels_that_a_stream_lacks() -> None:
     images = torch.zeros(2, 3, 64, 64)
     for source in (images, list(images), iter([images]), iter([(images,)])):
         with pytest.raises(PatchlightError, match="these images have no labels"):
             list(in_batches(source, 2, SMALL, labels=[])[1])
-    with pytest.raises(PatchlightError, match="3 labels were given for 2 images"):
-        list(in_batches(iter([(images, [1, 2, 3])]), 2, SMALL, labels=[])[1])
+    for given in ([1, 2, 3], [1]):
+        with pytest.raises(PatchlightError, match=f"{len(given)} labels were given for 2 images"):
+            list(in_batches(iter([(images, given)]), 2, SMALL, labels=[])[1])
 
 
 def test_the_limit_of_pixels_is_the_last_size_that_opens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Layout and geometry: order and suffix round trips, and which part of the input a cell covers."""
+"""Layout and geometry: round trips of order and suffix, and the part of the input of each cell."""
 
 from __future__ import annotations
 

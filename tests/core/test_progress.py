@@ -1,4 +1,4 @@
-"""A bar comes for long work alone, where somebody watches, and goes; one at a time."""
+"""A progress bar is shown only for long work in a terminal, one at a time, and disappears at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal to be stderr; bars come after 50 ms."""
+    """A terminal as stderr; bars appear after 50 ms."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -39,7 +39,7 @@ def work(tell: Any, steps: int = 3, seconds: float = 0.08) -> None:
 
 
 def drawn(terminal: Terminal, words: str) -> None:
-    """Wait for words that another thread draws."""
+    """Wait for text that another thread writes."""
     until = time.monotonic() + 10
     while words not in terminal.getvalue():
         assert time.monotonic() < until, f"'{words}' is not in {terminal.getvalue()!r}"

@@ -1,4 +1,4 @@
-"""Registries: names and aliases, typed settings, presets, and a sentence for each wrong one."""
+"""Registries: names, aliases, typed settings, presets, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets and scores: every way of naming a class, and every sentence for a wrong one."""
+"""Targets and scores: all forms of a class, and all errors."""
 
 from __future__ import annotations
 

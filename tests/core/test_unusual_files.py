@@ -1,4 +1,4 @@
-"""Files that are damaged, hostile or oddly named: attributions, images, and what the command line is given."""
+"""Damaged, hostile and oddly named files: attributions, images, and arguments of the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABELS = ["cat", "dog", "bird", "fish", "frog", "ship", "tree"]
 
 @pytest.fixture
 def tiny_model(monkeypatch: pytest.MonkeyPatch) -> pl.Anatomy:
-    """A small model in place of the one that the command line would load."""
+    """The command line loads a small model."""
     vit = build("vit")
     vit.labels = LABELS
     monkeypatch.setattr("patchlight.anatomy.load.load", lambda *_, **__: vit)
@@ -33,7 +33,7 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> pl.Anatomy:
 
 
 def saved(folder: Path, **keys: Any) -> Path:
-    """A folder with a small attribution in which these keys of its JSON are replaced."""
+    """A saved small attribution with changed keys in its JSON."""
     vit = shared("vit")
     path = pl.explain(vit, images(vit), "ixg").save(folder) / "attribution.json"
     about = {**json.loads(path.read_text()), **keys}
@@ -42,7 +42,7 @@ def saved(folder: Path, **keys: Any) -> Path:
 
 
 def header(path: Path, shape: list[int], size: int, kind: str = "F32") -> None:
-    """A safetensors file that declares scores of this shape, and is so many bytes long without holding them."""
+    """A safetensors file of a given length that declares scores of a shape without containing them."""
     end = {"F32": 4, "F8_E8M0": 1}[kind] * torch.Size(shape).numel()
     tensors = {
         "scores": {"dtype": kind, "shape": shape, "data_offsets": [0, end]},
@@ -136,7 +136,7 @@ def test_attributions_of_another_kind(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this happens."""
+    """Stands for the end of the process."""
 
 
 def test_an_attribution_is_there_whenever_its_replacement_is_killed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Unusual targets, scores, options, images and pictures, handed to the Python interface."""
+"""Unusual targets, scores, options, images and pictures in the Python interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From samples to batches: order, threads, annotations on the model's input, and samples that cannot be read."""
+"""Batches of samples: order, threads, annotations on the model's input, and unreadable samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blank(width: int = 40, height: int = 30) -> Image.Image:
 
 
 def refused(sample: Sample, labels: list[str] | None = None) -> str:
-    """The sentence with which `data[0]` refuses a sample, and a batch records it."""
+    """The error of `data[0]`, which is also recorded in a batch."""
     data = one(sample, labels)
     with pytest.raises(PatchlightError) as error:
         data[0]
@@ -92,7 +92,7 @@ def test_the_largest_region_is_that_on_the_models_input() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Eleven images of two classes, one of them cut short."""
+    """Eleven images of two classes; one is truncated."""
     generator = np.random.default_rng(0)
     for i in range(11):
         path = tmp_path / "set" / ("cat" if i % 2 else "dog") / f"{i:02d}.png"
@@ -131,7 +131,7 @@ def test_a_model_gives_its_own_preprocessing(folder: Path) -> None:
 
 
 def test_threads_leave_the_warning_filters_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`catch_warnings` puts back what it found, and what a thread finds may be another thread's filters."""
+    """`catch_warnings` restores the earlier filters, which in a thread may be those of another thread."""
     users = []
     original = warnings.catch_warnings
 

@@ -1,4 +1,4 @@
-"""COCO's JSON: outlines against masks made by hand and a literal decoder and encoder, and what is refused."""
+"""COCO's JSON: outlines compared with masks by hand and with a literal decoder and encoder, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .files import write
 
 
 def columns(rows: list[str]) -> np.ndarray:
-    """A mask drawn by hand, # being the object."""
+    """A mask from text; # is the object."""
     return np.array([[cell == "#" for cell in row] for row in rows])
 
 
@@ -32,7 +32,7 @@ RING_RUNS = [5, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 4]
 
 
 def literal_runs(mask: np.ndarray) -> list[int]:
-    """Pixel after pixel, down each column: how many are alike before the next that is not; the first run is of 0."""
+    """Lengths of the runs of equal pixels down each column, from a run of 0 on."""
     counts, value, length = [], False, 0
     for x in range(mask.shape[1]):
         for y in range(mask.shape[0]):
@@ -44,7 +44,7 @@ def literal_runs(mask: np.ndarray) -> list[int]:
 
 
 def literal_word(counts: list[int]) -> str:
-    """COCO's compressed form, written number by number: two's complement, five bits at a time."""
+    """COCO's compressed form: two's complement, five bits per character."""
     word = ""
     for i, count in enumerate(counts):
         number = count - counts[i - 2] if i > 2 else count
@@ -59,7 +59,7 @@ def literal_word(counts: list[int]) -> str:
 
 
 def literal_mask(counts: list[int], width: int, height: int) -> np.ndarray:
-    """Pixel after pixel of the runs, down each column."""
+    """The mask of runs, pixel by pixel down each column."""
     mask = np.zeros((height, width), bool)
     place = 0
     for i, count in enumerate(counts):
@@ -70,7 +70,7 @@ def literal_mask(counts: list[int], width: int, height: int) -> np.ndarray:
 
 
 def literal_inside(polygon: list[tuple[float, float]], width: int, height: int) -> np.ndarray:
-    """For each pixel, the sides that a ray from its centre to the right meets."""
+    """Counts, for each pixel, the sides that a ray from its centre to the right crosses."""
     mask = np.zeros((height, width), bool)
     for row in range(height):
         for column in range(width):
@@ -116,7 +116,7 @@ def test_long_runs_take_several_characters() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_polygons_against_the_literal_ray(seed: int) -> None:
-    """Corners anywhere, outside the image too: sides cross each other, and what lies inside twice is outside."""
+    """Corners may be outside the image and sides may cross; a pixel that is inside twice is outside."""
     rng = np.random.default_rng(seed)
     corners = rng.uniform(-6, 30, (int(rng.integers(3, 9)), 2))
     found = inside(corners, (23, 17))

@@ -1,4 +1,4 @@
-"""Datasets of torch's kind: pairs, dicts and detection targets, images of every form, and what is refused."""
+"""Datasets of torch: pairs, dicts, detection targets, all forms of images, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PICTURE = Image.fromarray(PIXELS)
 
 
 class Pairs(Dataset[Any]):
-    """A plain Dataset: what it was given, by index."""
+    """A Dataset of given items."""
 
     def __init__(self, *items: Any) -> None:
         self.items = items
@@ -126,7 +126,7 @@ def test_dicts_have_boxes_and_a_mask() -> None:
 
 
 def detection(**changes: Any) -> dict[str, Any]:
-    """Three objects, two of class 4, of which one is the largest by its box, and class 7 by its mask."""
+    """Three objects, two of class 4; one of these has the largest box, and class 7 has the largest mask."""
     masks = torch.zeros(3, HEIGHT, WIDTH, dtype=torch.uint8)
     masks[0, 0, 0], masks[1, 4:, 4:], masks[2, 1, 1] = 1, 1, 1
     boxes = torch.tensor([[0, 0, 12, 8], [4, 4, 12, 8], [1, 1, 2, 2]]).float()
@@ -203,7 +203,7 @@ def test_an_item_that_raises_is_left_out_of_its_batch() -> None:
 
 
 class Counted(Pairs):
-    """Notes when two threads read at once."""
+    """Detects simultaneous reads by two threads."""
 
     inside, clash = 0, False
 

@@ -38,14 +38,14 @@ def unreadable(data: Data) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two images of 40 x 30, beside nothing."""
+    """Two images of 40 x 30."""
     for name in ("a.png", "b.jpg"):
         picture(tmp_path / "set" / name)
     return tmp_path / "set"
 
 
 def mask(path: Path, value: int = 1, size: tuple[int, int] = (40, 30), **more: int) -> Path:
-    """0 but for a block of 10 x 10 at the upper left corner."""
+    """0 except in a block of 10 x 10 in the upper left corner."""
     drawn = np.zeros((size[1], size[0]))
     drawn[:10, :10] = value
     drawn[-1] = more.get("last", 0)
@@ -236,7 +236,7 @@ def test_what_is_wrong_with_one_image_is_reported_when_it_is_read(folder: Path) 
 
 
 def test_sources_tell_what_reading_depends_on(folder: Path) -> None:
-    """Without opening an image: equal where samples are, other where an outline, a box, a mask or `ignore` is."""
+    """Sources are equal if and only if outlines, boxes, masks and `ignore` are; no image is opened."""
 
     def sources(**options: Any) -> Sources:
         data = open_data("files", folder, **options)
@@ -267,7 +267,6 @@ def test_sources_tell_what_reading_depends_on(folder: Path) -> None:
 
 
 def test_metrics_of_every_annotation(folder: Path) -> None:
-    """Boxes and masks reach the metrics that need them."""
     outline = {**ANT, "segmentation": [[1, 1, 20, 1, 20, 20, 1, 20]], "bbox": [1, 1, 19, 19]}
     coco(folder / "coco.json", ZEBRA, outline)
     vit = pl.load("pocket")

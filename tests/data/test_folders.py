@@ -1,4 +1,4 @@
-"""The user's folders, MURA and CIFAR, in small files of their formats."""
+"""Folders of images, MURA and CIFAR, with small files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes whose cause is known: the cause decides, nothing else does, and every task sees the same pictures."""
+"""Scenes with known causes: only the cause decides, and all tasks have the same pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ YELLOW = torch.tensor([250.0, 230.0, 40.0])
 
 
 class Counter(nn.Module):
-    """Counts dots by their colour; or, cheating, the ring too."""
+    """Counts dots by their colour, and optionally also the ring."""
 
     def __init__(self, cheats: bool = False) -> None:
         super().__init__()
@@ -143,7 +143,6 @@ def test_a_recipe_has_data_of_its_own_for_each_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ground_truth.tasks())
 def test_models_know_their_task(task: str) -> None:
-    """What their card says of them, on a few other scenes."""
     vit = pl.load(f"ground-truth:{task}")
     card = ground_truth.description()["tasks"][task]
     assert tuple(vit.labels) == TASKS[task].classes

@@ -1,4 +1,4 @@
-"""ImageNet's validation set in its official and its simpler layouts, in small files, and the thousand real ones."""
+"""ImageNet's validation set in all layouts, with small files, and a thousand real images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flat(tmp_path: Path) -> Path:
 
 
 def by_name(data: Data) -> list[Sample]:
-    """Samples in the order of their names; the data has them class by class."""
+    """Samples sorted by name; the data set is sorted by class."""
     labels = [sample.label for sample in data]
     assert labels == sorted(labels, key=lambda label: -1 if label is None else label)
     return sorted(data, key=lambda sample: sample.name)

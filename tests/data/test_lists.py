@@ -76,7 +76,7 @@ def test_a_list_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_an_index_is_a_place_in_the_data_s_own_order(tmp_path: Path) -> None:
-    """ImageNet's images come class by class, as torchvision lists them."""
+    """ImageNet's images are sorted by class, as in torchvision."""
     from torchvision.datasets import ImageFolder
 
     synsets = {3: "n01443537", 9: "n01440764", 2: "n01440764"}

@@ -1,4 +1,4 @@
-"""Mosaics: one cell shows the class and the mask says which; GridPG and Focus of such images in closed form."""
+"""Mosaics: the cell of the class and its mask; GridPG and Focus in closed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ImageNet-S, ImageNet-Segmentation and Oxford Pets in small files of their formats, and the real trimaps."""
+"""ImageNet-S, ImageNet-Segmentation and Oxford Pets, with small files and real trimaps."""
 
 from __future__ import annotations
 

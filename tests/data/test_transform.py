@@ -1,4 +1,4 @@
-"""Images, boxes and masks are cut alike: a rectangle drawn into an image is found where its box says."""
+"""Images, boxes and masks are cropped alike: a rectangle in an image is inside its box."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drawn(size: tuple[int, int], box: tuple[int, int, int, int]) -> tuple[Image.
 
 
 def extent(seen: np.ndarray) -> list[int]:
-    """The tight box around what is true."""
+    """The tight box around the pixels that are True."""
     rows, columns = np.flatnonzero(seen.any(1)), np.flatnonzero(seen.any(0))
     return [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
 

@@ -1,4 +1,4 @@
-"""Batches: what is refused before any work, and an order that is a function of seed and epoch."""
+"""Batches: checks before the training, and an order that depends only on seed and epoch."""
 
 from __future__ import annotations
 

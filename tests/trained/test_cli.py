@@ -1,4 +1,4 @@
-"""`patchlight diffmask`, `patchlight shapley` and `--explainer`, with the bundled model on a handful of pictures."""
+"""`patchlight diffmask`, `patchlight shapley` and `--explainer`, with the bundled model and a few pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every explainer's training promises: a function of the seed, resumed to the same weights, refusals."""
+"""The contract of all trained explainers: determined by the seed, resumed to the same weights, errors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_training_is_a_function_of_its_seed_and_leaves_the_model_alone(kind: Kin
 def test_stopped_anywhere_it_resumes_to_the_same_weights_and_metrics(
     kind: Kind, preset: str, changes: dict[str, Any], stops: list[tuple[type, int, int]], tmp_path: Path
 ) -> None:
-    """Also with the window of a report cut in two, in the middle of an epoch."""
+    """Also between two reports, in the middle of an epoch."""
 
     class Stop(Exception):
         pass

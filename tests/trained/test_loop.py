@@ -1,4 +1,4 @@
-"""The shared loop, with a second explainer: it learns, is killed and goes on to the bit, and refuses other runs."""
+"""The shared loop with another explainer: it learns, resumes exactly after a kill, and refuses other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look-ahead step, and optimisers that go on from plain tensors."""
+"""The look-ahead step, and optimisers that resume from plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: bfloat16 views of a frozen model, and TF32 that is allowed inside a training alone."""
+"""Precision: bfloat16 views of a frozen model, and TF32, which is allowed only inside a training."""
 
 from __future__ import annotations
 

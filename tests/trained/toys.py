@@ -1,4 +1,4 @@
-"""A ViT small enough to be explained within a test, batches for it, and a small explainer to train beside it."""
+"""A small ViT, batches for it, and a small explainer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Told:
 
 
 class Student(loop.Learner[Told]):
-    """A linear map of pixels, some of them hidden, that learns a frozen model's logits."""
+    """A linear map of partly hidden pixels that learns the logits of a frozen model."""
 
     columns = ("loss", "agreement")
     remedy = "lower rate"
@@ -99,7 +99,7 @@ def teach(
     vit: Anatomy | None = None,
     resume: bool = True,
 ) -> tuple[nn.Linear, dict[str, Any]]:
-    """A student of the toy, and its last report."""
+    """A trained student of the toy, and its last report."""
     vit = toy() if vit is None else vit
     settings = settings.with_precision(vit)
     frozen = lowered(vit, settings.precision)

@@ -16,7 +16,7 @@ from tests.trained.toys import pictures, toy
 
 
 def literal(gates: Gates, h0: Tensor, states: list[Tensor]) -> Tensor:
-    """u of every gate, image and patch, one at a time, as the paper writes it."""
+    """u of every gate, image and patch, one at a time, as in the paper."""
     u = torch.empty(gates.count, *h0.shape[:2], dtype=torch.float64)
     w = {name: value.detach().double() for name, value in gates.named_parameters()}
     for i in range(gates.count):

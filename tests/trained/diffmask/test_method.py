@@ -47,7 +47,7 @@ def test_maps_are_products_of_the_gates() -> None:
 
 @pytest.mark.parametrize("family", ["vit-wide", "deit-distilled", "eva02", "reg4-gap", "torchvision"])
 def test_gates_inside_the_pass_or_all_in_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of the CPU and that of accelerators give the same maps."""
+    """Gates on a CPU and on accelerators give the same maps."""
     vit = shared(family)
     dm = DiffMask.of(new_gates(vit, beta=2.0), vit)
     for settings in ({}, {"gate": 1}, {"gate": 1, "aggregated": False}):

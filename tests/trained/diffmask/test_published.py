@@ -68,7 +68,7 @@ class Theirs(nn.Module):
 
 
 def checkpoint(state: dict[str, Tensor], **hyper: Any) -> dict[str, Any]:
-    """What Lightning writes, hyper-parameters of another package's class among it."""
+    """A checkpoint of Lightning, whose hyper-parameters contain a class of another package."""
     adam = {"state": {0: {"step": 5, "exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 2e-5, "params": [0]}]}
     return {
         "epoch": 24,
@@ -83,14 +83,14 @@ def checkpoint(state: dict[str, Tensor], **hyper: Any) -> dict[str, Any]:
 
 
 def save(content: Any, path: Path) -> Path:
-    """torch.save, with a class of a package that is not there when the file is read."""
+    """torch.save with a class of a package that does not exist when the file is read."""
     torch.save(content, path)
     return path
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An object of a class in `pytorch_lightning.config`, a package that is only there for pickling."""
+    """An object of a class in `pytorch_lightning.config`, a package that exists only for pickling."""
     package, module = types.ModuleType("pytorch_lightning"), types.ModuleType("pytorch_lightning.config")
     kind = type("Config", (), {"__module__": "pytorch_lightning.config"})
     module.Config = kind  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def test_tensors_alone_need_alpha(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Unpickled as pickle does it, this makes a folder."""
+    """Unpickling it with pickle creates a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -163,7 +163,7 @@ class Written(Bomb):
 
 
 def rewritten(source: Path, target: Path, change: Callable[[bytes], bytes], **options: Any) -> Path:
-    """A zip file again, with its pickle changed."""
+    """A zip file with a changed pickle."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", **options) as new:
         for info in old.infolist():
             data = old.read(info)
@@ -302,7 +302,7 @@ def test_the_command(good: Path, tmp_path: Path) -> None:
 
 
 def test_pickles_of_random_opcodes_run_nothing(good: Path, tmp_path: Path) -> None:
-    """Bytes at random behind a valid beginning: one sentence each."""
+    """Random bytes after a valid beginning."""
     chance = random.Random(0)
     valid = pickle.dumps({"state_dict": {}}, protocol=2)
     for n in range(60):

@@ -1,4 +1,4 @@
-"""Training: it masks what does not matter, survives a kill, and refuses bad input in one sentence."""
+"""Training: it masks patches that do not matter, resumes after a kill, and refuses bad input."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_calibration_places_the_first_mask() -> None:
 
 
 def test_at_the_end_beta_is_raised_until_the_mask_itself_keeps_the_output() -> None:
-    """By no more than it takes, and not at all where the limit holds."""
+    """By the smallest shift, which is 0 if the limit holds."""
     vit = toy()
     gates = new_gates(vit, beta=-3.0)
     seen = observe(vit, pictures(24))

@@ -1,4 +1,4 @@
-"""A training that fails starts again with a fresh seed and reports it; one that does not fail is left as it is."""
+"""A failed training starts again with a new seed and reports it; other trainings are not changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shut(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> None:
-    """Gates of these seeds begin shut, of all others open."""
+    """Gates of these seeds are closed at the start; all others are open."""
     new = TRAIN.new_gates
 
     def new_gates(vit: Any, seed: int = 0, **options: Any) -> Gates:
@@ -123,7 +123,7 @@ def test_restarts_are_bounded_and_then_a_warning_says_what_to_change() -> None:
 
 
 def test_a_training_that_does_not_fail_is_unchanged_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither probes nor the restarts that are allowed touch it."""
+    """Neither probes nor allowed restarts change it."""
     settings = DiffMaskSettings(**{**SHORT, "calibrate": 0.8})
     monkeypatch.setattr(TRAIN, "EVERY", 10**9)
     plain = pl.diffmask.train(toy(), batches(), settings.model_copy(update={"restarts": 0}))

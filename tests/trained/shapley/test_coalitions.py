@@ -1,4 +1,4 @@
-"""How many patches the coalitions of a training have."""
+"""Sizes of the coalitions of a training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAYERS, COUNT = 7, 40_000
 
 
 def kernel(k: int) -> float:
-    """The share of the size k among coalitions of the Shapley kernel."""
+    """The probability of size k in the Shapley kernel."""
     return 1 / (k * (PLAYERS - k)) / sum(1 / (j * (PLAYERS - j)) for j in range(1, PLAYERS))
 
 
@@ -24,7 +24,7 @@ def binomial(k: int, chance: float) -> float:
 
 
 def expected(kind: Coalitions) -> list[float]:
-    """The share of every size, of a coalition and its complement alike."""
+    """The probability of every size, of a coalition or its complement."""
     if kind == "kernel":
         return [0.0, *(kernel(k) for k in range(1, PLAYERS)), 0.0]
     drawn = range(1, PLAYERS) if kind == "binomial" else range(PLAYERS - 1)

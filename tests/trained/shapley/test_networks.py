@@ -27,7 +27,7 @@ from tests.trained.toys import pictures, toy
 
 
 def drawn(change: Change, seed: int = 0, size: float = 0.2) -> Change:
-    """The same with random numbers in it."""
+    """A module with random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in change.parameters():
@@ -38,7 +38,7 @@ def drawn(change: Change, seed: int = 0, size: float = 0.2) -> Change:
 def untrained(
     vit: Anatomy, rank: int | None = 2, surrogate: bool = True, seed: int = 0, backbone: bool = True
 ) -> ViTShapley:
-    """An explainer for a model with random numbers in all its parts."""
+    """An explainer with random weights in all its parts."""
     copy = Copy(vit.wide())
     x = images(vit, 1).to(copy.vit.dtype)
     changes = [
@@ -66,7 +66,7 @@ def test_no_change_is_the_model() -> None:
 
 @pytest.mark.parametrize("rank", [2, None])
 def test_a_change_is_added_to_the_weights(rank: int | None) -> None:
-    """Literally: the state of a model of its own, each matrix of a block plus l r, all else plus a whole tensor."""
+    """Compared with a separate model: each matrix of a block plus l r, other weights plus a full tensor."""
     vit, other = toy(), toy()
     copy = Copy(vit)
     x = pictures(2)
@@ -116,7 +116,7 @@ def test_the_values_share_out_the_whole_exactly(surrogate: bool, backbone: bool)
 
 
 def test_an_additive_game_is_fitted_without_loss() -> None:
-    """v(S) = v(empty) + sum over S of a: no loss at phi = a, and some anywhere else."""
+    """v(S) = v(empty) + sum over S of a: the loss is 0 at phi = a and positive elsewhere."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(2, 9, 3, generator=generator, dtype=torch.float64)
     z = torch.rand(2, 12, 9, generator=generator) < 0.5
@@ -157,7 +157,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def test_it_follows_the_model() -> None:
-    """Weights that changed a little are those that the changes are added to."""
+    """The changes are added to the current weights, even if these have changed slightly."""
     vit = toy()
     sh = untrained(vit)
     x = pictures(1)

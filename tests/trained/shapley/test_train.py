@@ -1,4 +1,4 @@
-"""Training: it learns, survives a kill, leaves the model alone, and refuses bad input in one sentence."""
+"""Training: it learns, resumes after a kill, does not change the model, and refuses bad input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_setting_trains(changes: dict[str, Any]) -> None:
 
 
 def test_in_half_precision_every_step_computes_with_the_weights_of_the_last() -> None:
-    """Autocast keeps what it made of a weight, unless it is told not to."""
+    """Autocast caches cast weights by default."""
     told: dict[str, list[Any]] = {"full": [], "bf16": []}
     for precision, found in told.items():
         settings = ShapleySettings(
@@ -79,7 +79,7 @@ def test_the_surrogate_learns_to_do_without_patches() -> None:
 
 @pytest.mark.parametrize("precision", ["full", "bf16"])
 def test_training_the_surrogate_changes_every_weight_it_should(precision: str) -> None:
-    """Matrices of the blocks by a product of low rank of which both factors move, all else by a whole tensor."""
+    """Matrices of the blocks by a low-rank product, both factors of which change; other weights by a full tensor."""
     vit = toy()
     sh = pl.shapley.train(vit, batches(), ShapleySettings(**{**QUICK, "steps": 1, "precision": precision}))
     copy = Copy(vit)
@@ -99,7 +99,7 @@ def test_training_the_surrogate_changes_every_weight_it_should(precision: str) -
 
 
 def test_it_comes_near_the_shapley_values() -> None:
-    """Of a small model on a handful of images, against all coalitions of its six patches."""
+    """For a small model and a few images, compared with all coalitions of its six patches."""
     torch.manual_seed(0)
     from timm.models.vision_transformer import VisionTransformer
 
