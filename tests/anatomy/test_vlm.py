@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import patchlight as pl
 from patchlight.anatomy.prompts import Prompts
 from patchlight.anatomy.vlm import BUNDLED
+from patchlight.anatomy.vlm_calls import pixels_of
 from patchlight.core.errors import AssumedPreprocess, DegenerateMap, PatchlightError, Unsupported
 from patchlight.testing import check_method, contract_names
 from tests.vlm_models import IMAGE, NAMES, TILED, build
@@ -188,7 +189,7 @@ def test_views_are_those_of_the_processor(name: str) -> None:
     cut, settings = cuts[kind]
     pixels = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     theirs = cut(**settings, **same)(images=Image.fromarray(pixels.numpy()), return_tensors="pt")["pixel_values"]
-    ours = opened(name).pixels((pixels.permute(2, 0, 1)[None].float() / 255 - 0.5) / 0.5)["pixel_values"]
+    ours = pixels_of(opened(name).config, (pixels.permute(2, 0, 1)[None].float() / 255 - 0.5) / 0.5)["pixel_values"]
     tiles = slice(1, None) if kind.startswith("llava") else slice(None, -1)
     assert ours.shape == theirs.shape
     close(ours.view(-1, 3, 64, 64)[tiles], theirs.view(-1, 3, 64, 64)[tiles])
@@ -278,7 +279,7 @@ def test_attention_of_a_tower_is_within_views() -> None:
     """Its rows are those of the tower of transformers on the views, one after the other."""
     model, image = build("llava_next"), image_of("llava_next")
     model.set_attn_implementation("eager")
-    pixels = opened("llava_next").pixels(image)["pixel_values"][0]
+    pixels = pixels_of(opened("llava_next").config, image)["pixel_values"][0]
     with torch.no_grad():
         maps = model.model.vision_tower(pixels, output_attentions=True).attentions
     head = pl.heads.Answer(PROMPT, ANSWER, words="all", force=True)
@@ -801,6 +802,10 @@ def test_sentences_of_refusals(tmp_path: Any) -> None:
         pl.heads.Answer(PROMPT, answer=ANSWER, choices=[[1], [2]])
     with pytest.raises(PatchlightError, match="choices has 1 answer"):
         pl.heads.Answer(PROMPT, choices=["red"])
+    with pytest.raises(PatchlightError, match=r"choices has 2 answer.s.; give at least two, each once"):
+        pl.heads.Answer(PROMPT, choices=[[40], [40]])
+    with pytest.raises(PatchlightError, match="against is the explained answer itself"):
+        explain(answer=ANSWER, against=ANSWER)
     with pytest.raises(PatchlightError, match="words is empty"):
         pl.heads.Answer(PROMPT, words=[])
     with pytest.raises(PatchlightError, match="place is 'end'"):
@@ -860,7 +865,7 @@ def test_all_visual_tokens_removed_leave_the_text_at_its_positions(name: str) ->
     positions = torch.arange(len(ids))[None]
     net: Any = vit.net
     if name.startswith("qwen"):
-        grid = vit.pixels(image)["image_grid_thw"]
+        grid = pixels_of(vit.config, image)["image_grid_thw"]
         positions = net.model.get_rope_index(ids[None], (ids == IMAGE).long()[None], image_grid_thw=grid)[0]
     language = net.get_submodule(vit.language_path)
     text = net.get_input_embeddings()(ids[places])[None]

@@ -87,8 +87,8 @@ class Prompts:
             return [i for id in ids for i in [id] * (each if id == self.image_token else 1)]
         if count != each * images:
             raise PatchlightError(
-                f"the prompt of {self.name} has {count} image tokens, but the number of images is {images} "
-                f"({size[0]} x {size[1]} pixels, {each} tokens each); give other images as others=, and with "
+                f"the prompt of {self.name} has {count} image token{'s' * (count > 1)}, but the number of images is "
+                f"{images} ({size[0]} x {size[1]} pixels, {each} tokens each); give other images as others=, and with "
                 "preprocess= a size that the processor cuts into the same tiles"
             )
         return ids

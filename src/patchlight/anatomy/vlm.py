@@ -36,7 +36,6 @@ from patchlight.anatomy.vlm_calls import (
     first_module,
     has_plain_blocks,
     image_token_of,
-    pixels_of,
     preprocess_of,
     run_prompt,
     tower_facts,
@@ -167,10 +166,6 @@ class AnswersAnatomy(TaskAnatomy):
         )
 
     # the image
-
-    def pixels(self, images: Tensor) -> dict[str, Any]:
-        """Images [B,C,H,W] as the model takes them."""
-        return pixels_of(self.config, images)
 
     def blank(self, count: int) -> Tensor:
         return torch.ones(count, *self.input_shape, device=self.device, dtype=self.dtype)
@@ -327,7 +322,8 @@ class AnswersAnatomy(TaskAnatomy):
         tokens, keys = self._sequence(visual), None
         with torch._C.DisableTorchFunction() if self.opened_at == "tower" else contextlib.nullcontext():
             if keep is not None:
-                tokens = tokens.gather(1, self._where(keep, tokens))
+                places = self.transcript.layout.places(keep)[..., None]
+                tokens = tokens.gather(1, places.expand(-1, -1, tokens.shape[2]))
                 keys = None if torch.is_grad_enabled() else self._keys(tokens)
             before = 0 if keys is None else keys.count
             tokens = tokens[:, before:]
@@ -351,10 +347,6 @@ class AnswersAnatomy(TaskAnatomy):
             script.keys[like.dtype] = weakref.ref(net), keys
         return keys
 
-    def _where(self, keep: Tensor, tokens: Tensor) -> Tensor:
-        places = self.transcript.layout.places(keep)
-        return places[..., None].expand(-1, -1, tokens.shape[2])
-
     def plain_logs(self, images: Tensor) -> list[Tensor]:
         """The log-probabilities of the answers by the plain forward of the model."""
         script, found = self.transcript, []
@@ -375,11 +367,6 @@ class AnswersAnatomy(TaskAnatomy):
         if self.opened_at == "tower":
             return super().width_of(index)
         return self.language_width * (1 + (self.added or 0))
-
-    @property
-    def layout_read(self) -> Layout:
-        """How tokens stand at the place it is opened at."""
-        return self.fine if self.opened_at == "tower" else self.transcript.layout
 
     def model_output(self, images: Tensor) -> Tensor:
         return self._read(self.plain_logs(images), len(images))
@@ -485,10 +472,6 @@ class AnswersAnatomy(TaskAnatomy):
         sources = (getattr(self.model, "generation_config", None), self.config, self.config.get_text_config())
         found = [getattr(source, "eos_token_id", None) for source in (*sources, self.prompts.tokenizer)]
         return {int(i) for each in found if each is not None for i in (each if isinstance(each, list) else [each])}
-
-    def blank_picture(self, image: Tensor) -> Tensor:
-        """A picture of the mean colour of images."""
-        return image.mean((2, 3), keepdim=True).expand_as(image)
 
     _cannot_drop: str | None = None
     """Why no patches can leave the sequence, not even those of a visual token together."""

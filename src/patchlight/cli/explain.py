@@ -221,9 +221,9 @@ def _print(done: WrittenFiles, methods_used: common.UsedMethods, options: dict[s
         if shares:
             region = f"{image['place']} of {image['target']['label']}"
             common.show(f"Share of the positive scores inside the {region}: {', '.join(shares)}.")
-        if image.get("words"):
-            gains = ", ".join(f"{each['word']} {each['gain']:.1f}" for each in image["words"])
-            common.show(f"The image adds, in nats: {gains}. Words with 0.0 follow from the question alone.")
+    answers = (image["words"] for image in done.images[:TABLE_ROWS] if image.get("words"))
+    for gains in dict.fromkeys(", ".join(f"{each['word']} {each['gain']:z.1f}" for each in words) for words in answers):
+        common.show(f"The image adds, in nats: {gains}. Words with 0.0 follow from the question alone.")
     if errors:
         common.show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
     if 1 <= len(done.written) <= 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -97,8 +98,8 @@ class Answer(Question):
             choices = [choices] if isinstance(choices, str) else choices
             if answer is not None or words is not None or against is not None:
                 raise PatchlightError("choices are complete answers, so answer, words and against do not apply")
-            if len(choices) < 2:
-                raise PatchlightError(f"choices has {len(choices)} answer(s); give at least two")
+            if len({str(choice) for choice in choices}) < max(2, len(choices)):
+                raise PatchlightError(f"choices has {len(choices)} answer(s); give at least two, each once")
             self.outputs = Outputs("softmax")
         self.prompt, self.answer, self.selection, self.against = prompt, answer, words, against
         self.choices, self.force, self.without = choices, force, without
@@ -170,15 +171,18 @@ class Answer(Question):
         generated = self.answer is None
         ids = self._generate(vit, image, prompt) if self.answer is None else prompts.answer(self.answer)
         answers = [ids] if self.against in (None, "prior") else [ids, prompts.answer(self.against)]
+        if answers[1:] == [ids]:
+            raise PatchlightError("against is the explained answer itself; give another answer")
         self.transcript = vit.transcribe(prompt, answers, self)
         self.text = prompts.pieces(ids)[0].strip()
         with torch.no_grad():
             model = vit.ask(self, bind=False)
             visual = vit.visual_tokens(image)
             full = model.answer_logs(visual)[0][0]
-            keep = torch.zeros(1, 0, dtype=torch.long, device=image.device)
-            blank = visual if self.without == "removed" else vit.visual_tokens(vit.blank_picture(image))
-            prior = model.answer_logs(blank, keep if self.without == "removed" else None)[0][0]
+            nothing = torch.zeros(1, 0, dtype=torch.long, device=image.device)
+            mean = image.mean((2, 3), keepdim=True).expand_as(image)
+            shown = (visual, nothing) if self.without == "removed" else (vit.visual_tokens(mean), None)
+            prior = model.answer_logs(*shown)[0][0]
         self.full, self.prior = full, prior
         self.words = tuple(self._word(word, tokens) for word, tokens in prompts.words(ids))
         if not generated and not self.force:
@@ -214,7 +218,7 @@ class Answer(Question):
             asked = torch.tensor([*prompt, *ids], device=image.device)
             logits = vit.call(self.beside(image), asked, len(ids)).logits[0]
         if logits[-len(ids) - 1 : -1].argmax(1).tolist() != list(ids):
-            said = vit.prompts.pieces(self._generate(vit, image, prompt))[0].strip()
+            said = shorten(vit.prompts.pieces(self._generate(vit, image, prompt))[0], 60, placeholder="…")
             warn(
                 f"the answer is not what {vit.name} says for this image (it says '{said}'); give force=True to explain "
                 "it anyway, without this warning",
