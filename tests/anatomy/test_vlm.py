@@ -324,6 +324,10 @@ def test_qwen_removes_squares_exactly_inside_its_windows() -> None:
         for index in range(vit.depth):
             mixed = _hide_keys(vit, index, mixed, places, windows=False)
         assert float((short - mixed[:, places]).abs().max()) > 1e-2  # kept tokens as one window are another tower
+        reading = tokens
+        for index in range(vit.depth):
+            reading = _hide_keys(vit, index, reading, keep[0])
+        assert float((short - reading[:, keep[0]]).abs().max()) > 1e-2  # in reading order these are other patches
         both = torch.cat([keep, keep.flip(1)])
         two = vit.run(tokens.expand(2, -1, -1), keep=both)
         close(two[0], short[0])

@@ -508,11 +508,11 @@ class AnswersAnatomy(TaskAnatomy):
         noise = torch.randn(2, self.fine.count, self.calls[0].fed[-1], generator=torch.Generator().manual_seed(1))
         noise, indices = self.place(noise), self._tower_states or (len(self.tower_paths),)
         squares = self.fine.of_tokens(1 + self.fine.sets("merge")[None].to(noise.device))
+        before = self.visual_tokens(tokens=dict.fromkeys(indices, noise[:1]))
 
         def moved(chosen: Tensor) -> Tensor:
-            states = (noise[:1], noise[:1] + noise[1:] * chosen[0, :, None].to(noise))
-            before, changed = (self.visual_tokens(tokens=dict.fromkeys(indices, state)) for state in states)
-            return (before != changed).any(2)[0]
+            changed = noise[:1] + noise[1:] * chosen[0, :, None].to(noise)
+            return (self.visual_tokens(tokens=dict.fromkeys(indices, changed)) != before).any(2)[0]
 
         order = _places(moved, squares, self.coarse.cells)
         if order is None:
