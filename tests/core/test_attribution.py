@@ -126,17 +126,6 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
         attribution(torch.rand(1, 2, 2)).save(blocked / "out")
 
 
-def test_one_image_of_many() -> None:
-    vit = shared("vit")
-    att = pl.explain(vit, images(vit), target=[0, 1, 2])
-    one = att[1]
-    assert torch.equal(one.scores, att.scores[1:2])
-    assert (one.target.tolist(), one.labels) == ([1], ("class 1",))
-    assert len(att[-2:]) == 2
-    with pytest.raises(IndexError):
-        att[3]
-
-
 def test_it_shows_itself() -> None:
     vit = shared("vit")
     att = pl.explain(vit, images(vit), target=1)
@@ -164,13 +153,6 @@ def test_slices_of_any_step() -> None:
     assert torch.equal(back.scores, att.scores[[4, 2, 0]])
     assert att[np.int64(-1)].labels == ("e",)
     assert [one.labels[0] for one in att] == list("abcde")
-
-
-def test_the_class_of_a_contrast_has_a_name_without_labels() -> None:
-    scores, against = torch.rand(2, 2, 2), torch.tensor([3, 4])
-    assert attribution(scores).against_names == ()
-    assert attribution(scores, against=against).against_names == ("class 3", "class 4")
-    assert attribution(scores, against=against, against_labels=("cat", "dog")).against_names == ("cat", "dog")
 
 
 def test_labels_follow_their_images() -> None:
@@ -328,7 +310,8 @@ def test_what_is_joined_and_what_is_dropped() -> None:
 
 def test_names_of_a_contrast() -> None:
     att = attribution(torch.rand(2, 2, 2), against=torch.tensor([3, 4]), labels=("cat", "dog"))
-    assert att.captions == ("cat against class 3", "dog against class 4")
+    assert (att.captions, att.against_names) == (("cat against class 3", "dog against class 4"), ("class 3", "class 4"))
+    assert replace(att, against=None).against_names == ()
     assert att[1].captions == ("dog against class 4",)
     named = replace(att, against_labels=("cow", "hen"))
     assert named[1].captions == ("dog against hen",)

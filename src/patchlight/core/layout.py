@@ -98,8 +98,6 @@ class Layout:
         prefix = torch.arange(self.prefix, device=keep.device).expand(len(keep), -1)
         tokens = self.place.to(keep.device).view(self.cells, -1)
         cells = keep + self.prefix if self.order is None else tokens[keep].flatten(1)
-        if not self.suffix:
-            return torch.cat([prefix, cells], 1)
         suffix = torch.arange(self.count - self.suffix, self.count, device=keep.device).expand(len(keep), -1)
         return torch.cat([prefix, cells, suffix], 1)
 

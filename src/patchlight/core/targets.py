@@ -45,7 +45,7 @@ class Outputs:
 
     @property
     def independent(self) -> bool:
-        """Whether the probability of each class is independent of the others."""
+        """Whether probabilities are sigmoids, not a softmax over the classes."""
         return self.kind in ("sigmoid", "binary")
 
     def outcomes(self, classes: int) -> int:
