@@ -15,7 +15,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.targets import Targets
 from patchlight.methods.requests import resolve
-from patchlight.metrics.robustness import draws
+from patchlight.metrics.robustness import uniform_noise
 from patchlight.study.sources import map_function
 from tests.families import images, shared
 from tests.literal.toys import Linear
@@ -36,7 +36,7 @@ def brightness(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tens
 def test_the_formula(norm: str) -> None:
     vit = shared("vit")
     x = images(vit, 3)
-    d = draws((3, 64, 64), 4, 0.3, seed=5)
+    d = uniform_noise((3, 64, 64), 4, 0.3, seed=5)
     found = sensitivity(brightness, samples=4, radius=0.3, norm=norm, seed=5)
     order = {"l2": 2, "l1": 1, "linf": np.inf}[norm]
     for i in range(3):
@@ -47,7 +47,7 @@ def test_the_formula(norm: str) -> None:
 
 
 def test_draws_stay_in_their_ball() -> None:
-    d = draws((3, 32, 32), 6, 0.02, 0)
+    d = uniform_noise((3, 32, 32), 6, 0.02, 0)
     assert d.abs().max() <= 0.02
     assert d.abs().max() > 0.0199
     assert abs(d.mean().item()) < 1e-3
@@ -80,7 +80,7 @@ def test_it_is_quantus_value_at_the_same_draws() -> None:
     quantus = pytest.importorskip("quantus")
     vit = shared("vit")
     x = images(vit, 2)
-    left = list(draws((3, 64, 64), 3, 0.05, 4).flatten(1).numpy())
+    left = list(uniform_noise((3, 64, 64), 3, 0.05, 4).flatten(1).numpy())
 
     def explain(model: Any, inputs: Any, targets: Any, **_: Any) -> np.ndarray:
         given = torch.as_tensor(inputs, dtype=torch.float32)
@@ -139,7 +139,7 @@ def test_a_map_of_zeros_is_divided_by_one() -> None:
     def explain(vit: Anatomy, given: Tensor, targets: Targets, seed: int) -> Tensor:
         return brightness(vit, given - x, targets, seed)
 
-    noise = brightness(vit, draws((3, 64, 64), 3, 0.5, 0), Targets(torch.zeros(3, 1)), 0)
+    noise = brightness(vit, uniform_noise((3, 64, 64), 3, 0.5, 0), Targets(torch.zeros(3, 1)), 0)
     wanted = noise.flatten(1).norm(dim=1).max().item()
     assert sensitivity(explain, 1, samples=3, radius=0.5).item() == pytest.approx(wanted, rel=1e-4)
 
@@ -220,7 +220,7 @@ def test_stability_of_a_linear_model() -> None:
     """Contributions w x change by w d: at most max |w| for each step, and by as large a part as the image does."""
     weight = torch.randn(3, 1, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = torch.rand(2, 1, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
-    d = draws((1, 4, 8), 5, 0.01, 0).double()
+    d = uniform_noise((1, 4, 8), 5, 0.01, 0).double()
     found = stable(contributions)
     for i in range(2):
         largest = float((x[i] * weight[0]).abs().max())
@@ -232,7 +232,7 @@ def test_stability_of_a_linear_model() -> None:
     torch.testing.assert_close(relative.values, ones, atol=1e-6, rtol=1e-6)
     brighter = stable(contributions, preset="ris", samples=4, radius=0.02, low=0.02)
     torch.testing.assert_close(brighter.values, ones, atol=1e-6, rtol=1e-6)
-    one = draws((1, 4, 8), 1, 0.01, 0).double()
+    one = uniform_noise((1, 4, 8), 1, 0.01, 0).double()
     by_output = stable(contributions, samples=1, change="relative", per="output").values
     step = ((weight * one).flatten(1).sum(1)).norm()
     for i in range(2):

@@ -20,7 +20,7 @@ from patchlight.anatomy import heads
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.methods.requests import resolve
-from patchlight.metrics.quantities import lacking
+from patchlight.metrics.base import lacking
 from patchlight.study import sources
 from patchlight.study.cost import forward_seconds
 from patchlight.study.recommend import work

@@ -1,7 +1,7 @@
-"""The registry of metrics, their input (`Measure`) and their output (`Measured`): a number (and a curve) per image.
+"""The registry of metrics, their input (`Measure`), their output (`Measured`), and the results (`Evaluation`).
 
-The number of a data set is a function of sums over images, so means, micro averages and their bootstrap intervals have
-one form.
+The value of a data set is a function of sums over its images, so means, micro averages and their bootstrap intervals
+are computed in the same way.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from patchlight.core.registry import (
     Settings,
     TableList,
     describe_type,
+    make_decorator,
     resolve_settings,
     settings_of,
 )
@@ -49,12 +50,12 @@ TargetClass = Annotated[
 MeasuredScore = Annotated[
     Literal["auto", "probability", "logit", "cosine"],
     Field(
-        description="What is read of the class: its probability, its logit, or the cosine that this is made of; 'auto' "
-        "is the probability where the model has one, else the logit."
+        description="The score of the class: its probability, its logit, or the cosine that the logit is computed "
+        "from; 'auto' is the probability if the model has one, otherwise the logit."
     ),
 ]
 MapFunction = Callable[[Anatomy, Tensor, Targets, int], Tensor]
-"""From a model, images [B,C,H,W], their classes and a seed to maps [B,h,w]."""
+"""Computes maps [B,h,w] from a model, images [B,C,H,W], their classes and a seed."""
 Sums = Mapping[str, Tensor]
 K = TypeVar("K")
 
@@ -79,7 +80,7 @@ class Measure:
         clean: A cache of what depends only on the images, for the maps of all methods.
         kept: A cache for later batches.
         current: Whether `method` computed the maps, from these images, classes and seed.
-        facts: Numbers [B] that the method reports per image, by name.
+        facts: Numbers [B] that the method reports for each image, by name.
     """
 
     vit: Anatomy
@@ -106,7 +107,7 @@ class Measure:
 
     @property
     def ablation(self) -> Ablation:
-        """Scores variants of these images."""
+        """The ablation that scores variants of these images."""
         return Ablation(self.vit, self.images, fine=True, **self.ablation_settings)
 
     def once(self, key: Any, function: Callable[[], Any]) -> Any:
@@ -114,18 +115,19 @@ class Measure:
         return _once(self.shared, key, function)
 
     def explain(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-        """Maps [n,h,w] of other images, or of another model, made as these were."""
-        return made_by(self.method, vit, images, targets, seed)
+        """Compute maps [n,h,w] of other images or of another model, with the method and settings of these maps."""
+        return compute_maps(self.method, vit, images, targets, seed)
 
     def logits(self) -> Tensor:
-        """The clean images' logits [B,C], in the precision in which variants are scored."""
+        """The logits [B,C] of the clean images, in the precision in which variants are scored."""
         key = ("logits", *sorted(self.ablation_settings.items()))
-        logits: Tensor = _once(self.clean, key, lambda: self.ablation.logits(_Whole(torch.arange(len(self.images)))))
+        clean = _CleanImages(torch.arange(len(self.images)))
+        logits: Tensor = _once(self.clean, key, lambda: self.ablation.logits(clean))
         return logits
 
-    def of(self, which: TargetClass) -> Targets:
-        """The explained classes, the true ones, or the model's prediction."""
-        if which == "label":
+    def of(self, target_class: TargetClass) -> Targets:
+        """The explained classes, the true classes, or the predicted classes."""
+        if target_class == "label":
             truth = torch.full((len(self.images),), -1) if self.labels is None else self.labels.cpu()
             unknown = truth < 0
             if bool(unknown.any()) and "warned" not in self.kept:
@@ -134,14 +136,14 @@ class Measure:
                 warn(f"{whose} are not known (give labels=), so the explained classes count as true", UndefinedMetric)
             if not bool(unknown.all()):
                 return Targets(torch.where(unknown, self.targets.index[:, 0].cpu(), truth)[:, None])
-        if which == "prediction":
+        if target_class == "prediction":
             rounded = self.ablation.rounds
             logits = _once(self.clean, "full", lambda: self.vit.logits(self.images)) if rounded else self.logits()
             return top_classes(logits, self.vit.outputs)
         return self.targets
 
     def upsampled(self, upsampling: Upsampling = "bilinear") -> Tensor:
-        """The maps at the images' size [B,H,W]."""
+        """The maps at the size of the images [B,H,W]."""
         return to_pixels(self.maps, self.size, self.vit.extent, upsampling)
 
     def on_grid(self) -> Tensor:
@@ -149,7 +151,7 @@ class Measure:
         return on_grid(self.maps, self.vit)
 
     def in_units(self, unit: Unit, upsampling: Upsampling = "bilinear") -> Tensor:
-        """The maps at pixels [B,H,W], on the patch grid [B,h,w], or summed over the sets of a unit [B,U]."""
+        """The maps at the pixels [B,H,W], on the patch grid [B,h,w], or summed over the sets of a unit [B,U]."""
         if unit not in SETS:
             return self.upsampled(upsampling) if unit == "pixel" else self.on_grid()
         return self.on_grid().flatten(1)[:, self.vit.layout.members(unit).to(self.maps.device)].sum(-1)
@@ -161,13 +163,13 @@ class Measure:
         lowest_first: bool = False,
         reverse_ties: bool = False,
     ) -> Tensor:
-        """The place of each pixel [B,H,W], patch [B,h,w] or set [B,U] in falling order of the map, 0 the highest.
+        """The rank of each pixel [B,H,W], patch [B,h,w] or set [B,U] in descending order of the map; 0 is the highest.
 
         Ties are ordered by one permutation, sampled from the seed, or by its reverse (`reverse_ties`). A map, its
-        positive multiples and its negative have the same ties. Cells that are protected come last.
+        positive multiples and its negative have the same ties. Protected cells come last.
         """
 
-        def make() -> Tensor:
+        def compute_ranks() -> Tensor:
             maps = self._order_values(upsampling) if unit == "pixel" else self.in_units(unit)
             maps = -maps if lowest_first else maps
             if self.protect:
@@ -175,11 +177,12 @@ class Measure:
                 maps = maps.masked_fill(self.protected(unit), lowest)
             return ranked(maps, self.seed, reverse_ties)
 
-        ranks: Tensor = self.once(("ranks", unit, upsampling, lowest_first, reverse_ties, self.protect), make)
+        key = ("ranks", unit, upsampling, lowest_first, reverse_ties, self.protect)
+        ranks: Tensor = self.once(key, compute_ranks)
         return ranks
 
     def protected(self, unit: Unit) -> Tensor:
-        """Which pixels [B,H,W] or patches [B,h,w] contain a part of the object in question."""
+        """A mask of the pixels [B,H,W] or patches [B,h,w] that contain a part of the object in question."""
         assert self.vit.question is not None, "checked by MetricRequest.suited"
         pixels = self.vit.question.object_of(self.targets.index[:, 0]).to(self.maps.device)
         inside = pixels if unit == "pixel" else to_cells(pixels.double(), self.vit.grid, self.vit.extent) > 0
@@ -188,10 +191,10 @@ class Measure:
         return inside
 
     def _order_values(self, upsampling: Upsampling) -> Tensor:
-        """Values [B,H,W] in the order of the upsampled maps, in which equal pixels are equal to the bit.
+        """Values [B,H,W] with the order of the upsampled maps, in which ties are exact.
 
-        Interpolation rounds differently at every pixel, which would order the pixels of a plateau by chance. Beyond
-        the outermost cell centres, pixels repeat those at the centres. A map in which cells are equal is interpolated
+        Interpolation rounds differently at every pixel, which would order the pixels of a plateau by chance. So pixels
+        beyond the outermost cell centres repeat the values at the centres, and a map with equal cells is interpolated
         in float64 and rounded to 2^-30 of its largest magnitude.
         """
         values, sides = self.upsampled(upsampling), self.maps.shape[1:]
@@ -218,15 +221,15 @@ class Measure:
         return places.to(values.device)  # integers, because MPS has no float64
 
 
-def _once(kept: dict[Any, Any], key: Any, function: Callable[[], Any]) -> Any:
-    if key not in kept:
-        kept[key] = function()
-    return kept[key]
+def _once(cache: dict[Any, Any], key: Any, function: Callable[[], Any]) -> Any:
+    if key not in cache:
+        cache[key] = function()
+    return cache[key]
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """The images themselves, as variants."""
+class _CleanImages:
+    """The unchanged images, as variants."""
 
     owner: Tensor
 
@@ -240,9 +243,9 @@ def on_grid(maps: Tensor, vit: Anatomy) -> Tensor:
 
 
 def _inside(weights: Tensor) -> Tensor:
-    """For each pixel [P] of an axis, itself, or the pixel at the outermost cell centre if it lies beyond.
+    """Indices [P] of the pixels of an axis, clamped to the outermost cell centres.
 
-    `weights` [P,cells] are those of the interpolation.
+    `weights` [P,cells] are the interpolation weights.
     """
     first, last = ((weights[:, end] > 1 - 1e-9) for end in (0, -1))
     low, high = (int(ends.int().cumprod(0).sum()) for ends in (first, last.flip(0)))
@@ -250,9 +253,9 @@ def _inside(weights: Tensor) -> Tensor:
 
 
 def ranked(maps: Tensor, seed: int = 0, reverse_ties: bool = False) -> Tensor:
-    """The place of each cell of maps [B,h,w] in falling order, 0 the highest.
+    """The rank of each cell of maps [B,h,w] in descending order; 0 is the highest.
 
-    Ties are ordered by a permutation from the seed, or by its reverse.
+    Ties are ordered by a permutation sampled from the seed, or by its reverse.
     """
     flat = maps.flatten(1)
     generator = torch.Generator().manual_seed(seed)
@@ -268,7 +271,7 @@ class Measured:
     """The result of a metric on a batch.
 
     Args:
-        values: The values [B].
+        values: The values [B]. A value is ignored if `reasons` has an entry for its image.
         curve: The curves [B,P].
         x: The axis [P] of the curves.
         parts: Columns [B,...] whose sums over images give the value of the data set (`Metric.combine`).
@@ -282,6 +285,11 @@ class Measured:
     reasons: Mapping[int, str] = field(default_factory=dict)
 
 
+def reasons_where(mask: Tensor, reason: str) -> dict[int, str]:
+    """The same reason for every image that a mask [B] selects."""
+    return dict.fromkeys(mask.nonzero().flatten().tolist(), reason)
+
+
 PROTECT = Setting(
     "protect",
     bool,
@@ -290,19 +298,26 @@ PROTECT = Setting(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Metric(Entry):
     """A registered metric.
 
-    `needs`: annotations it reads, of labels, boxes and masks ("boxes or masks": either). `explains`: it explains images
-    itself, so it needs a method and not only maps. `combine`: the data set's number from the sums of `parts` over
-    images; without it, the mean of the values. `words`: by preset, a paper's words for the values of a setting.
-    `ablates`: it scores variants of the images. `stochastic`: its values depend on the seed even if a map has no ties.
-    `refuses`: why a model cannot be measured with these settings. `protects`: it removes cells in an order, so it has
-    the setting `protect`.
+    Args:
+        higher_is_better: Whether higher values are better, or a function of the settings.
+        bounds: The lowest and highest possible value, or a function of the settings.
+        needs: The annotations that it reads: "labels", "boxes", "masks" or "boxes or masks".
+        explains: Whether it explains images itself, so that it needs a method and not only maps.
+        cost: The number of forward passes, in words.
+        words: A paper's words for the values of a setting, by preset.
+        combine: Computes the value of the data set from the sums of `parts` over images; None: the mean of the values.
+        ablates: Whether it scores variants of the images.
+        stochastic: Whether its values depend on the seed even if a map has no ties, or a function of the settings.
+        refuses: Why a model cannot be measured with these settings; None if it can.
+        protects: Whether it removes cells in an order, so that it has the setting `protect`.
     """
 
-    higher_is_better: bool | Callable[[Settings], bool] = True
+    paper: str = field()
+    higher_is_better: bool | Callable[[Settings], bool] = field()
     bounds: tuple[float, float] | Callable[[Settings], tuple[float, float]] = (0.0, 1.0)
     needs: AbstractSet[str] = frozenset()
     explains: bool = False
@@ -329,13 +344,13 @@ class Metric(Entry):
         return self.higher_is_better(settings) if callable(self.higher_is_better) else self.higher_is_better
 
     def draws(self, settings: Settings) -> bool:
-        """Whether its values depend on the seed under these settings, ties aside."""
+        """Whether its values depend on the seed under these settings, apart from ties."""
         return self.stochastic(settings) if callable(self.stochastic) else self.stochastic
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """A line of the metric table."""
+    """A row of the metric table."""
 
     name: str
     aliases: tuple[str, ...]
@@ -351,61 +366,24 @@ class MetricInfo:
 
     def cells(self) -> dict[str, str]:
         """The row by column heading."""
-        better = "higher" if self.higher_is_better else "lower"
-        facts = {
+        return {
+            "metric": self.name,
+            "better": "higher" if self.higher_is_better else "lower",
             "needs": ", ".join(self.needs),
             "paper": self.paper,
             "cost": self.cost,
             "what it measures": self.summary,
+            "settings": ", ".join(self.settings),
         }
-        return {"metric": self.name, "better": better, **facts, "settings": ", ".join(self.settings)}
 
 
-METRICS: Registry[Metric] = Registry(
-    "metric",
-    [
-        f"patchlight.metrics.{room}"
-        for room in (
-            "complexity",
-            "deletion",
-            "facts",
-            "gap",
-            "groups",
-            "localisation",
-            "perturbation",
-            "robustness",
-            "sanity",
-            "subsets",
-        )
-    ],
-)
-
-
-F = TypeVar("F", bound=Callable[..., "Measured"])
-
-
-def register_metric(
-    name: str, *, paper: str, higher_is_better: bool | Callable[[Settings], bool], **about: Any
-) -> Callable[[F], F]:
-    """Register a metric: a function of a Measure whose keyword arguments, typed and with defaults, are its settings.
-
-    Args:
-        name: Name of the metric.
-        paper: Its source.
-        higher_is_better: The direction, or a function of the settings.
-        about: Further fields of `Metric`: bounds, aliases, presets, quick, needs, explains, cost, words, combine,
-            ablates, stochastic and refuses.
-    """
-
-    def register(function: F) -> F:
-        METRICS.add(Metric(name, function, paper=paper, higher_is_better=higher_is_better, **about))
-        return function
-
-    return register
+_MODULES = "complexity deletion groups localisation perturbation robustness sanity subsets"
+METRICS: Registry[Metric] = Registry("metric", [f"patchlight.metrics.{name}" for name in _MODULES.split()])
+register_metric = make_decorator(METRICS, Metric)
 
 
 def list_metrics() -> TableList[MetricInfo]:
-    """All metrics: name, paper, direction, bounds, annotations needed, cost and settings."""
+    """List all metrics with their direction, bounds, annotations, cost and settings."""
     rows: TableList[MetricInfo] = TableList()
     for name, entry in METRICS.items():
         defaults = {key: setting.default for key, setting in entry.settings.items()}
@@ -437,11 +415,14 @@ class MetricRequest:
     settings: dict[str, Any]
 
     def suited(self, vit: Anatomy) -> MetricRequest:
-        """The request for a model: `score="auto"` is resolved, and what the model cannot provide is refused."""
+        """The request for a model, with `score="auto"` resolved.
+
+        Raises:
+            Unsupported: The metric cannot be measured on the model.
+        """
         settings = self.settings
         if settings.get("score") == "auto":
-            sure = vit.outputs.no_probability(vit.classes) is None
-            settings = {**settings, "score": "probability" if sure else "logit"}
+            settings = {**settings, "score": "logit" if vit.outputs.no_probability(vit.classes) else "probability"}
         reason = self.metric.refuses(settings, vit) if self.metric.refuses is not None else None
         if "boxes" in self.metric.needs and vit.layout.inputs != "images":
             reason = f"boxes are drawn on pictures, and {vit.name} takes {vit.layout.inputs}; metrics with masks work"
@@ -451,38 +432,65 @@ class MetricRequest:
             raise Unsupported(f"'{self.metric.name}' cannot be measured on {vit.name}: {reason}")
         return replace(self, settings=settings)
 
-    def of(self, given: Measure) -> Measured:
+    def of(self, measure: Measure) -> Measured:
         """Measure a batch."""
         ablation = {key: self.settings[key] for key in ABLATION} if self.metric.ablates else {}
-        own = {key: value for key, value in self.settings.items() if key not in ablation}
-        protect = own.pop("protect", False)
-        found: Measured = self.metric.function(replace(given, ablation_settings=ablation, protect=protect), **own)
-        return found
+        settings = {key: value for key, value in self.settings.items() if key not in ablation}
+        measure = replace(measure, ablation_settings=ablation, protect=settings.pop("protect", False))
+        measured: Measured = self.metric.function(measure, **settings)
+        return measured
+
+
+def lacking(quantity: str, vit: Anatomy) -> str | None:
+    """Why a quantity cannot be computed from the outputs of a model; None if it can."""
+    outputs, classes = vit.outputs, vit.classes
+    if quantity == "accuracy":
+        return outputs.no_accuracy(classes)
+    if quantity == "kl":
+        return outputs.no_divergence(classes)
+    if quantity == "cosine":
+        return outputs.no_cosine()
+    return outputs.no_probability(classes) if quantity in ("probability", "nll") else None
+
+
+def refuse_quantity(quantity: Callable[[Settings], str], advice: str) -> Callable[[Settings, Anatomy], str | None]:
+    """The field `refuses` of a metric that computes the quantity which its settings name."""
+
+    def refuses(settings: Settings, vit: Anatomy) -> str | None:
+        reason = lacking(quantity(settings), vit)
+        return None if reason is None else f"{reason}; {advice}"
+
+    return refuses
+
+
+no_score = refuse_quantity(lambda settings: str(settings["score"]), "score='logit' works")
 
 
 def _no_object(vit: Anatomy, settings: Settings) -> str | None:
-    """Why no object can be protected."""
+    """Why no object can be protected; None if one can."""
     if vit.question is None or not vit.question.annotations:
         return "protect=True needs a question about a box, a region or a mask; give head="
     return "protect=True needs unit='pixel', 'patch' or 'token'" if settings["unit"] in SETS else None
 
 
 def resolve_metric(label: str, settings: Settings | None = None, options: Sequence[str] = ()) -> MetricRequest:
-    """Read a metric's name and settings.
+    """Resolve the name and settings of a metric.
 
-    With a setting `metric`, `label` is free, so one metric can be used with several fills. `options` are the caller's
-    keywords; a wrong setting may be a misspelling of one.
+    Args:
+        label: Name of the result, and of the metric unless there is a setting `metric`.
+        settings: The settings of the metric; `metric` and `preset` may be among them.
+        options: Keywords of the caller. A wrong setting may be a misspelling of one.
     """
-    given = dict(settings or {})
-    entry = METRICS.find(str(given.pop("metric", label)))
-    preset = given.pop("preset", None)
-    start = entry.preset(preset)
-    said = {key: _translate(entry, preset, key, value) for key, value in given.items()}
-    return MetricRequest(label, entry, resolve_settings(entry.name, entry.settings, start, said, ["preset", *options]))
+    settings = dict(settings or {})
+    entry = METRICS.find(str(settings.pop("metric", label)))
+    preset = settings.pop("preset", None)
+    settings = {key: _translate(entry, preset, key, value) for key, value in settings.items()}
+    values = resolve_settings(entry.name, entry.settings, entry.preset(preset), settings, ["preset", *options])
+    return MetricRequest(label, entry, values)
 
 
 def _translate(entry: Metric, preset: Any, key: str, value: Any) -> Any:
-    """The meaning of a setting's value: a paper's own word is valid only with its preset."""
+    """Translate a paper's word for the value of a setting; it is valid only with the preset of that paper."""
     if not isinstance(value, str) or key not in entry.settings:
         return value
     value = entry.words.get(str(preset), {}).get(key, {}).get(value, value)
@@ -531,7 +539,7 @@ class Evaluation:
 
     @property
     def count(self) -> int:
-        """Images whose value exists."""
+        """Number of images that have a value."""
         return int(self.exist.sum())
 
     @property
@@ -548,13 +556,13 @@ class Evaluation:
 
     @property
     def exist(self) -> Tensor:
-        """Which images have a value [B]."""
+        """A mask [B] of the images that have a value."""
         return self.values.isfinite()
 
     def summed(self, images: Tensor | None = None) -> Tensor:
-        """What is summed to make the data set's number [n,k], of all images or of those at these indices.
+        """The columns [n,k] whose sums give the value of the data set, of all images or of those at these indices.
 
-        It is 0 where there is no value; in float64, or in float32 if that represents all sums exactly, as for bytes.
+        They are 0 for images without a value, and in float64, or in float32 if that represents all sums exactly.
         """
         chosen = slice(None) if images is None else images
         values = self.values[chosen]
@@ -570,15 +578,16 @@ class Evaluation:
         return columns.nan_to_num_().mul_(values.isfinite()[:, None])
 
     def number(self, sums: Tensor) -> Tensor:
-        """The data set's number [S] from sums [S,k] of `summed` over images."""
+        """The value of the data set [S], from sums [S,k] of the columns `summed` over images."""
         if self.combine is None:
             return sums[:, 1] / sums[:, 0]
         shapes = [part.shape[1:] for part in self.parts.values()]
-        found = zip(self.parts, sums.split([shape.numel() for shape in shapes], 1), shapes, strict=True)
-        return self.combine({key: own.reshape(-1, *shape) for key, own, shape in found})
+        columns = sums.split([shape.numel() for shape in shapes], 1)
+        named = zip(self.parts, columns, shapes, strict=True)
+        return self.combine({name: column.reshape(-1, *shape) for name, column, shape in named})
 
     def resampled(self, weights: Tensor) -> Tensor:
-        """The data set's number [S] when image i counts weights[s,i] times; images without a value do not count."""
+        """The value of the data set [S] if image i counts weights[s,i] times; images without a value do not count."""
         return self.number(weights @ self.summed().double())
 
     def interval(self, confidence: float = 0.95, samples: int = 1000, seed: int = 0) -> tuple[float, float]:
@@ -608,7 +617,7 @@ class Evaluation:
         return summaries({"": self})[""]
 
     def to_frame(self) -> DataFrame:
-        """A pandas table with a row per image: image, metric, value, and the reason where there is no value."""
+        """A pandas table with a row per image: image, metric, value, and the reason if there is no value."""
         images = range(len(self))
         reasons = self.reasons or ("",) * len(self)
         return make_frame({"image": images, "metric": self.metric, "value": self.values.numpy(), "reason": reasons})
@@ -626,23 +635,23 @@ class Evaluation:
 class Evaluations(dict[str, Any]):
     """Evaluations by metric, or by method and metric if there are several methods; a dict that prints as a table."""
 
-    def __init__(self, found: Mapping[str, Any], by: Literal["metric", "method"] = "metric") -> None:
-        super().__init__(found)
+    def __init__(self, evaluations: Mapping[str, Any], by: Literal["metric", "method"] = "metric") -> None:
+        super().__init__(evaluations)
         self.by = by
 
     @property
     def table(self) -> dict[str, dict[str, Evaluation]]:
-        """Evaluations by method and metric; without methods, the method is an empty name."""
+        """Evaluations by method and metric; if there are no methods, under the empty name."""
         if self.by == "metric":
             return {"": dict(self)}
-        return {m: {own.metric: own} if isinstance(own, Evaluation) else dict(own) for m, own in self.items()}
+        return {method: {e.metric: e} if isinstance(e, Evaluation) else dict(e) for method, e in self.items()}
 
     def to_frame(self) -> DataFrame:
         """All tables joined, with the labels as `method` and `metric`."""
         parts = []
-        for method, own in self.table.items():
-            for metric, one in own.items():
-                part = one.to_frame().assign(metric=metric)
+        for method, row in self.table.items():
+            for metric, evaluation in row.items():
+                part = evaluation.to_frame().assign(metric=metric)
                 if self.by == "method":
                     part.insert(1, "method", method)
                 parts.append(part)
@@ -656,8 +665,8 @@ def intervals(
     evaluations: Mapping[K, Evaluation], resamples: Resamples, confidence: float = 0.95
 ) -> dict[K, tuple[float, float]]:
     """The interval of each evaluation of the same images, from the same resamples."""
-    enough = {key: one for key, one in evaluations.items() if one.count >= FEWEST}
-    spread = dict(zip(enough, resamples.numbers([(one, one.exist) for one in enough.values()]), strict=True))
+    enough = {key: e for key, e in evaluations.items() if e.count >= FEWEST}
+    spread = dict(zip(enough, resamples.numbers([(e, e.exist) for e in enough.values()]), strict=True))
     nothing = (float("nan"), float("nan"))
     return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 
@@ -666,24 +675,25 @@ def all_intervals(
     evaluations: Mapping[K, Evaluation], samples: int = 1000, seed: int = 0
 ) -> dict[K, tuple[float, float]]:
     """The interval of each evaluation; those with the same number of images share their resamples."""
-    found: dict[K, tuple[float, float]] = {}
-    for images in {len(one) for one in evaluations.values()}:
-        own = {key: one for key, one in evaluations.items() if len(one) == images}
-        found |= intervals(own, Resamples(images, samples, seed))
-    return found
+    result: dict[K, tuple[float, float]] = {}
+    for images in {len(e) for e in evaluations.values()}:
+        same_length = {key: e for key, e in evaluations.items() if len(e) == images}
+        result |= intervals(same_length, Resamples(images, samples, seed))
+    return result
 
 
 def summaries(evaluations: Mapping[K, Evaluation]) -> dict[K, str]:
     """For each evaluation, the mean, its interval, and the number of images without a value."""
-    sides = all_intervals(evaluations)
+    ends = all_intervals(evaluations)
 
-    def describe(one: Evaluation, low: float, high: float) -> str:
-        if one.count == 0:
+    def describe(evaluation: Evaluation, low: float, high: float) -> str:
+        if evaluation.count == 0:
             return "no value"
         interval = f" [{low:.4g}, {high:.4g}]" if low == low else ""
-        return f"{one.mean:.4g}{interval}" + "".join(f", {n} {why}" for why, n in one.left_out.items() if n)
+        undefined = "".join(f", {n} {why}" for why, n in evaluation.left_out.items() if n)
+        return f"{evaluation.mean:.4g}{interval}{undefined}"
 
-    return {key: describe(one, *sides[key]) for key, one in evaluations.items()}
+    return {key: describe(evaluation, *ends[key]) for key, evaluation in evaluations.items()}
 
 
 def evaluations_html(
@@ -692,32 +702,32 @@ def evaluations_html(
     caption: str = "",
     below: str = "",
 ) -> str:
-    """Means with intervals: a row per method and a column per metric; with one metric or no methods, a row for each.
+    """An HTML table of means with intervals: a row per method and a column per metric, or without methods a row each.
 
-    `marks` say by method and metric what is best (bold) and what is tied with it.
+    `marks` are, by method and metric, the best one (bold) and those that are tied with it.
     """
     from patchlight.core.drawing.notebook import Html, table_html
 
-    words = summaries({(method, name): one for method, own in table.items() for name, one in own.items()})
+    texts = summaries({(method, name): evaluation for method, row in table.items() for name, evaluation in row.items()})
     if list(table) == [""]:
-        sides = {True: "higher", False: "lower"}
+        better = {True: "higher", False: "lower"}
         rows = [
-            [name, sides[one.higher_is_better], words["", name], f"{one.count} of {len(one)}"]
-            for name, one in table[""].items()
+            [name, better[evaluation.higher_is_better], texts["", name], f"{evaluation.count} of {len(evaluation)}"]
+            for name, evaluation in table[""].items()
         ]
         return table_html(["metric", "better", "mean [95 % interval]", "images"], rows, caption, below)
-    arrows = {name: one.arrow for own in table.values() for name, one in own.items()}
+    arrows = {name: evaluation.arrow for row in table.values() for name, evaluation in row.items()}
 
     def cell(method: str, name: str) -> str | Html:
-        said, mark = words.get((method, name), ""), marks[method, name] if marks is not None else ""
-        return Html(f"<b>{escape(said)}</b> {SIGNS[mark]}") if mark == "best" else f"{said} {SIGNS[mark]}".strip()
+        text, mark = texts.get((method, name), ""), marks[method, name] if marks is not None else ""
+        return Html(f"<b>{escape(text)}</b> {SIGNS[mark]}") if mark == "best" else f"{text} {SIGNS[mark]}".strip()
 
     body = [[method, *(cell(method, name) for name in arrows)] for method in table]
     return table_html(["method", *(f"{name} {arrow}" for name, arrow in arrows.items())], body, caption, below)
 
 
 def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
-    """Maps [B,h,w] in float32 or wider, refused if they do not fit the images."""
+    """Convert maps [B,h,w] to float32 or wider, and raise an error if they do not fit the images."""
     if maps.ndim != 1 + len(vit.grid) or len(maps) != count:
         sides = ", ".join("hw" if len(vit.grid) == 2 else vit.axes)
         raise PatchlightError(
@@ -743,10 +753,10 @@ def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     return maps
 
 
-def made_by(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
-    """Maps of images made by a method, checked."""
+def compute_maps(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+    """Compute maps of images with a method, and check them."""
     assert method is not None
     maps = method(vit, images, targets, seed)
     if not isinstance(maps, Tensor):
-        raise PatchlightError(f"the callable gave a {type(maps).__name__}; it must give a tensor [B,h,w]")
+        raise PatchlightError(f"the callable returned a {type(maps).__name__}; it must return a tensor [B,h,w]")
     return checked_maps(maps.detach(), len(images), vit).to(vit.device)

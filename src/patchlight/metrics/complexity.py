@@ -1,7 +1,8 @@
-"""Complexity and completeness: how few patches a map uses, and whether its scores add up to what they explain."""
+"""Properties of the values of a map: sparseness, completeness, and numbers that its method reports."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import torch
@@ -12,8 +13,7 @@ from patchlight.core.resize import Upsampling
 from patchlight.core.targets import ScoreName, target_scores
 from patchlight.evidence.fills import Fill, fill_images, painted
 from patchlight.methods.base import Level
-from patchlight.metrics.base import Measure, Measured, register_metric
-from patchlight.metrics.quantities import unread
+from patchlight.metrics.base import Measure, Measured, no_score, reasons_where, register_metric
 
 Small = Annotated[float, Field(ge=0)]
 
@@ -44,17 +44,17 @@ def sparseness(
     level: Level = "pixel",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """Gini index of the map: 0 when all pixels are equal, near 1 when one pixel has everything.
+    """Gini index of the map: 0 if all pixels are equal, close to 1 if one pixel has the whole sum.
 
         G = sum_i (2i - n - 1) a_(i) / (n sum a),   a_(1) <= … <= a_(n) the scores of the map
 
     The largest value is 1 - 1/n. A constant map has 0.
 
     Args:
-        shift: When the lowest score is subtracted: where there are negative ones, as the paper says, "always" (preset
-            `tis`), or never.
-        absolute: Takes |map| first (preset `quantus`).
-        eps: This times the highest score is added, so that G does not depend on the map's scale.
+        shift: When the lowest score is subtracted: if a score is "negative", as in the paper, "always" (preset `tis`),
+            or "none".
+        absolute: Whether the absolute value of the map is taken first (preset `quantus`).
+        eps: Fraction of the highest score that is added to all scores, so that G does not depend on the map's scale.
         level: "pixel": the upsampled map. "token": the map on the patch grid.
     """
     maps = (ask.upsampled(upsampling) if level == "pixel" else ask.on_grid()).flatten(1).double()
@@ -62,13 +62,9 @@ def sparseness(
     low = maps.amin(1, keepdim=True)
     if shift != "none":
         maps = torch.where((low < 0) | (shift == "always"), maps - low, maps)
-    reasons = {}
-    if shift == "none":
-        reasons = {int(i): "the map has negative scores" for i in (low[:, 0] < 0).nonzero().flatten()}
+    reasons = reasons_where(low[:, 0] < 0, "the map has negative scores") if shift == "none" else {}
     high = maps.amax(1, keepdim=True)
-    values = gini(maps + torch.where(high > 0, eps * high, 1))
-    values[list(reasons)] = torch.nan
-    return Measured(values, reasons=reasons)
+    return Measured(gini(maps + torch.where(high > 0, eps * high, 1)), reasons=reasons)
 
 
 @register_metric(
@@ -77,33 +73,56 @@ def sparseness(
     higher_is_better=False,
     bounds=(0.0, float("inf")),
     cost="1 forward; 2 with a baseline",
-    refuses=unread(lambda settings: settings["score"], "score='logit' works"),
+    refuses=no_score,
 )
 def completeness_error(
     ask: Measure, baseline: Fill | None = None, score: ScoreName = "logit", relative: bool = False
 ) -> Measured:
-    """How far the map's sum is from the score that it explains.
+    """Distance of the sum of the map from the score that it explains.
 
         |sum of the map - (s(x) - s(baseline))|
 
-    Integrated gradients and SHAP share out the difference to a baseline: give it (`zero` for `ig` at pixel level). The
-    map is not upsampled; what it leaves out (prefix tokens, biases) is part of the error.
+    Integrated gradients and SHAP distribute the difference from a baseline, which must be given (`zero` for `ig` at
+    pixel level). The map is not upsampled. Contributions that are not in the map (prefix tokens, biases) are part of
+    the error.
 
     Args:
-        baseline: The fill of the baseline; None: its term is 0, the target of methods that share out the whole logit,
-            FullGrad and DecompX with their biases.
-        score: s: the class's logit, probability or cosine (a pair's difference), in full precision.
-        relative: Divides by |s(x) - s(baseline)|.
+        baseline: The fill of the baseline; None: s(baseline) is 0, for methods that distribute the whole logit, such
+            as FullGrad and DecompX with their biases.
+        score: The score s of the class (for a pair, the difference), in full precision.
+        relative: Whether the error is divided by |s(x) - s(baseline)|.
     """
     explained = _score(ask, ask.images, score)
     if baseline is not None:
         fill = fill_images(baseline, ask.images, ask.vit, ask.seed)
         planes = ask.vit.channels_first(ask.images)[:, :1]
-        every, nothing = torch.arange(len(planes)), ask.vit.as_input(torch.zeros_like(planes, dtype=torch.bool))
-        explained = explained - _score(ask, painted(ask.images, fill, every, nothing), score)
+        all_hidden = ask.vit.as_input(torch.zeros_like(planes, dtype=torch.bool))
+        explained = explained - _score(ask, painted(ask.images, fill, torch.arange(len(planes)), all_hidden), score)
     error = (ask.maps.double().sum(list(range(1, ask.maps.ndim))) - explained).abs()
     return Measured(error / explained.abs() if relative else error)
 
 
 def _score(ask: Measure, images: Tensor, score: ScoreName) -> Tensor:
     return target_scores(ask.vit.logits(images), ask.targets, score, ask.vit.outputs)[:, 0].double()
+
+
+@register_metric(
+    "fact", paper="Xie et al., IJCAI 2023, the number of masks", higher_is_better=False, bounds=(-math.inf, math.inf)
+)
+def fact(ask: Measure, fact: str = "masks") -> Measured:
+    """A number that the method itself reports for each image, such as the number of masks of `vit-cx`.
+
+    It describes the work of a method, not the quality of a map; in rankings, lower is better. A map without this number
+    has no value.
+
+    Args:
+        fact: Name of the number in the attribution's `facts`.
+    """
+    values = ask.facts.get(fact)
+    if values is not None:
+        return Measured(values.double())
+    reported = ", ".join(sorted(ask.facts))
+    missing = f"reported are {reported}" if reported else "no method reported it with these maps"
+    count = len(ask.images)
+    reasons = dict.fromkeys(range(count), f"'{fact}' is not known: {missing}")
+    return Measured(torch.full((count,), torch.nan, dtype=torch.float64), reasons=reasons)

@@ -1,4 +1,4 @@
-"""Groups of cells are replaced one at a time: more salient groups should have more effect (SaCo, estimates)."""
+"""Metrics that replace one group of cells at a time: SaCo and the faithfulness estimate."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from patchlight.core.resize import Upsampling
 from patchlight.core.statistics import constant, pearson, spearman
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
-from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
-from patchlight.metrics.deletion import Removal, count_cells, ranged_logits, scored
-from patchlight.metrics.quantities import no_score
+from patchlight.metrics.base import (
+    Measure,
+    Measured,
+    MeasuredScore,
+    TargetClass,
+    no_score,
+    reasons_where,
+    register_metric,
+)
+from patchlight.metrics.deletion import Removal, class_scores, count_cells, ranged_logits
 
 Ties = Literal["faithful", "neutral"]
-"""How two groups of equal effect count: in the map's favour, as in the paper, or not at all."""
+"""How two groups of equal effect count: as faithful, as in the paper, or not at all."""
 
 
 def faithfulness(salience: Tensor, effect: Tensor, ties: Ties = "faithful") -> tuple[Tensor, Tensor]:
-    """F [B] of groups' saliences [B,K], in falling order, and effects [B,K]; and the share of tied pairs [B].
+    """F [B] from the saliences [B,K] of groups, in descending order, and their effects; and the share of ties [B].
 
     F = sum_{i<j} sigma_ij (s_i - s_j) / sum_{i<j} |s_i - s_j|, sigma 1 where d_i > d_j, -1 where d_i < d_j. Effects are
     equal if they differ by at most 64 eps of the largest (or of 1).
@@ -60,28 +67,28 @@ def saco(
 
         sum_{i<j} sigma_ij (s_i - s_j) / sum_{i<j} |s_i - s_j|,   sigma = 1 where d_i > d_j, -1 where d_i < d_j
 
-    Pixels in the map's order are cut into K groups of equal size, places [iHW/K, (i+1)HW/K). s_i is the sum of the map
-    over a group and d_i = p(y|x) - p(y|x with that group alone replaced). The value is a Kendall tau weighted by
-    salience: 1 if all pairs agree, -1 if none does. It reads the values of the map and not only their order: a positive
-    factor changes nothing, squaring does. A constant map has no value. Parts: `tied`, the share of pairs of equal
-    effect. Curve [B,K]: the effects d over the share of pixels down to the end of each group.
+    The pixels in the order of the map are split into K groups of equal size, ranks [iHW/K, (i+1)HW/K). s_i is the sum
+    of the map over a group, and d_i = p(y|x) - p(y|x with only that group replaced). The value is a Kendall tau
+    weighted by salience: 1 if all pairs agree, -1 if none does. It depends on the values of the map and not only on
+    their order: it is unchanged by a positive factor, but not by squaring. A constant map has no value. Parts: `tied`,
+    the share of pairs of equal effect. Curve [B,K]: the effects d over the share of pixels at the end of each group.
 
     Args:
         groups: Number K of groups.
-        ties: How pairs of equal effect count: as faithful, as in the paper, where a model that ignores the image scores
-            1, or as neither ("neutral").
+        ties: How pairs of equal effect count: as "faithful", as in the paper (a model that ignores the image then
+            scores 1), or as neither ("neutral").
     """
     salience, effect, x = _groups(ask, groups, Removal(fill, unit, upsampling), target_class, score)
     values, tied = faithfulness(salience, effect, ties)
-    dead = constant(ask.maps.flatten(1)) | values.isnan()
-    reasons = {int(n): "the map is constant: no group is more salient than another" for n in dead.nonzero().flatten()}
+    undefined = constant(ask.maps.flatten(1)) | values.isnan()
+    reasons = reasons_where(undefined, "the map is constant: no group is more salient than another")
     return Measured(values, effect, x, {"tied": tied}, reasons)
 
 
 def _groups(
     ask: Measure, groups: int | None, removal: Removal, target_class: TargetClass, score: MeasuredScore
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the map over groups [B,K] in falling order, effects of replacing each alone [B,K], and their ends [K]."""
+    """Sums of the map over groups [B,K] in descending order, effects of replacing each [B,K], and their ends [K]."""
     unit, upsampling = removal.unit, removal.upsampling
     cells = count_cells(ask, unit)
     groups = cells if groups is None else groups
@@ -94,7 +101,7 @@ def _groups(
     salience = maps.new_zeros(len(maps), groups).scatter_add_(1, group, maps)
     targets = ask.of(target_class)
     logits = ranged_logits(ask, edges[:-1], edges[1:], removal)
-    effect = scored(ask.logits()[:, None], targets, ask, score) - scored(logits, targets, ask, score)
+    effect = class_scores(ask.logits()[:, None], targets, ask, score) - class_scores(logits, targets, ask, score)
     return salience, effect, edges[1:].double() / cells
 
 
@@ -119,26 +126,26 @@ def faithfulness_estimate(
     upsampling: Upsampling = "bilinear",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Correlation of each patch's score in the map with what replacing that patch alone does to the score.
+    """Correlation of the values of the map with the effects of replacing single patches.
 
         corr_i( s_i, f(x) - f(x without group i) )
 
-    Groups follow each other in the falling order of the map, and s_i is the map's sum over a group. An additive model
-    gives its own effects 1 and their negative -1. Preset `nguyen` is the monotonicity correlation: the rank
-    correlation of |s_i| with the size of the effect, which a map and its negative share.
+    The groups are formed in descending order of the map, and s_i is the sum of the map over a group. In an additive
+    model, the true effects score 1 and their negative -1. Preset `nguyen` is the monotonicity correlation: the rank
+    correlation of |s_i| with the size of the effect, which is the same for a map and its negative.
 
     Args:
-        groups: Number of groups; None: each patch is one.
-        sizes: Takes rank correlation of sizes instead of the correlation of signed values.
+        groups: Number of groups; None: each patch is a group.
+        sizes: Whether the rank correlation of absolute values is used instead of the correlation of signed values.
     """
     salience, effect, x = _groups(ask, groups, Removal(fill, unit, upsampling), target_class, score)
     effect = effect.to(salience)
     values = spearman(salience.abs(), effect.abs()) if sizes else pearson(salience, effect)
-    flat = constant(ask.maps.flatten(1)).to(values.device)
-    undefined = flat | constant(effect) | values.isnan()
-    reasons = dict.fromkeys(
-        undefined.nonzero().flatten().tolist(), "replacing any group changes the score by the same amount"
-    )
-    reasons |= dict.fromkeys(flat.nonzero().flatten().tolist(), "the map is constant")
-    values[undefined] = torch.nan
+    reasons = undefined_correlation(ask, effect, values, "replacing any group changes the score by the same amount")
     return Measured(values, effect, x, reasons=reasons)
+
+
+def undefined_correlation(ask: Measure, effects: Tensor, values: Tensor, reason: str) -> dict[int, str]:
+    """Why images have no correlation [B] of their maps with effects [B,K]: one of both is constant."""
+    reasons = reasons_where(constant(effects).cpu() | values.isnan().cpu(), reason)
+    return reasons | reasons_where(constant(ask.maps.flatten(1)), "the map is constant")

@@ -1,6 +1,6 @@
-"""Localisation: whether the map is on the object. Pointing game, segmentation scores, and boxes around the heat.
+"""Localisation metrics: the pointing game, segmentation scores, and boxes around the highest region of a map.
 
-The object is the union of boxes, or a mask; an image without an object, or without background, has no value.
+The object is the union of the boxes of an image, or its mask. An image without an object has no value.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.resize import Upsampling
 from patchlight.core.statistics import tie_ends
 from patchlight.core.targets import top_classes
-from patchlight.metrics.base import Measure, Measured, Sums, on_grid, register_metric
+from patchlight.metrics.base import Measure, Measured, Sums, on_grid, reasons_where, register_metric
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Threshold = Annotated[float, Field(ge=0, le=1, description="The highest region is where the map is at least this.")]
-Iou = Annotated[float, Field(gt=0, le=1, description="The IoU that counts as a hit.")]
+Iou = Annotated[float, Field(gt=0, le=1, description="The smallest IoU that counts as a hit.")]
 MaxArea = Annotated[
-    Share | None, Field(description="Images whose object covers at least this share are left out; None keeps all.")
+    Share | None, Field(description="Images whose object covers at least this share are skipped; None keeps all.")
 ]
 Pixels = Annotated[float, Field(ge=0)]
 Region = Annotated[
-    Literal["boxes", "masks"], Field(description="Which annotation is the object where both are given; None: boxes.")
+    Literal["boxes", "masks"], Field(description="The annotation that is used if both are given; None: boxes.")
 ]
 CellUnit = Annotated[
     Literal["pixel", "patch"],
-    Field(description="What is counted: pixels of the upsampled map, or patches, of the object where half of it is."),
+    Field(description="What is counted: pixels of the upsampled map, or patches at least half covered by the object."),
 ]
 Tie = Literal["seeded", "first", "any"]
 Components = Annotated[
     Literal["largest", "all"],
     Field(
-        description="The box is the tight one around the largest 8-connected component of the heat, or the "
-        "best of all components' boxes."
+        description="The box is the bounding box of the largest 8-connected component of the highest region, or the "
+        "best of the bounding boxes of all components."
     ),
 ]
 
@@ -73,38 +73,28 @@ def _object(ask: Measure, region: Region | None, max_area: float | None) -> tupl
     else:
         assert ask.masks is not None
         pixels, absent, empty = ask.masks == 1, {}, "its mask shows no object"
-    area = pixels.double().mean(_places(pixels))
-    reasons = dict.fromkeys(_where(area == 0), empty)
+    area = pixels.double().mean(_cell_dims(pixels))
+    reasons = reasons_where(area == 0, empty)
     if max_area is not None:
         reasons |= {
-            i: f"the object covers {float(area[i]):.0%} of it, not less than max_area ({max_area:.0%})"
-            for i in _where(area >= max_area)
+            int(i): f"the object covers {float(area[i]):.0%} of it, not less than max_area ({max_area:.0%})"
+            for i in (area >= max_area).nonzero().flatten()
         }
     return pixels, reasons | absent
 
 
-def _where(found: Tensor) -> list[int]:
-    return [int(i) for i in found.nonzero().flatten()]
-
-
-def _defined(values: Tensor, reasons: Mapping[int, str]) -> Tensor:
-    values = values.double()
-    values[list(reasons)] = torch.nan
-    return values
-
-
-def _places(maps: Tensor) -> tuple[int, ...]:
-    """All dimensions but that of the batch."""
+def _cell_dims(maps: Tensor) -> tuple[int, ...]:
+    """All dimensions except the first."""
     return tuple(range(1, maps.ndim))
 
 
-def _grow(pixels: Tensor, by: float) -> Tensor:
-    """Pixels [B,H,W] and all within a distance of `by`, in their own frame or slice."""
-    reach = int(by)
+def _grow(pixels: Tensor, distance: float) -> Tensor:
+    """Dilate pixels [B,H,W] by a disc, in each frame or slice by itself."""
+    reach = int(distance)
     if reach == 0:
         return pixels
     line = torch.arange(-reach, reach + 1, device=pixels.device)
-    disc = (line[:, None] ** 2 + line**2 <= by**2).float()[None, None]
+    disc = (line[:, None] ** 2 + line**2 <= distance**2).float()[None, None]
     planes = pixels.reshape(-1, 1, *pixels.shape[-2:]).float()
     return F.conv2d(planes, disc, padding=reach).view(pixels.shape) > 0.5
 
@@ -127,15 +117,14 @@ def pointing_game(
     upsampling: Upsampling = "bilinear",
     region: Region | None = None,
 ) -> Measured:
-    """Whether the highest pixel of the map lies on the object.
+    """Whether the highest pixel of the map lies on the object: 1 or 0.
 
-    The value is 1 on the object or within `tolerance` pixels of it, otherwise 0. The object is the union of all boxes,
-    or the mask. Presets: `tis` (first maximum, half the image), `original` (15 px, all images), `quantus` (any maximum,
-    all images).
+    The object is the union of all boxes, or the mask. Presets: `tis` (first maximum, objects below half the image),
+    `original` (a tolerance of 15 pixels, all images), `quantus` (any maximum, all images).
 
     Args:
-        tolerance: Pixels around the object that count as hits.
-        tie: Which of equal maxima counts: one by the seed ("seeded"), the "first", or "any" may hit.
+        tolerance: Distance from the object, in pixels, that still counts as a hit.
+        tie: Which of several equal maxima counts: one chosen by the seed ("seeded"), the "first", or "any" that hits.
     """
     pixels, reasons = _object(ask, region, max_area)
     pixels = _grow(pixels, tolerance).flatten(1)
@@ -149,7 +138,7 @@ def pointing_game(
         order = order.to(maps.device)
         highest = order[maps[:, order].argmax(1)]
         hits = pixels.gather(1, highest[:, None])[:, 0]
-    return Measured(_defined(hits, reasons), reasons=reasons)
+    return Measured(hits, reasons=reasons)
 
 
 @register_metric(
@@ -170,22 +159,21 @@ def energy_pointing(
 
         sum over the object of |map| / sum of |map|
 
-    A map of zeros counts as a constant one: its value is the object's share of the image. Preset `gridpg` on data
-    `mosaic` is GridPG, and Focus with two cells of the class.
+    A map of zeros has the value of a constant map, the object's share of the image. Preset `gridpg` with the data
+    `mosaic` is GridPG, or Focus if two cells show the class.
 
     Args:
-        negative: Whether negative scores count by their size ("absolute") or not at all ("drop").
+        negative: Whether negative scores count by their absolute value ("absolute") or as 0 ("drop").
     """
     pixels, reasons = _object(ask, region, max_area)
     maps = ask.upsampled(upsampling).double()
     energy = maps.abs() if negative == "absolute" else maps.relu()
-    energy = torch.where(energy.amax(_places(energy), keepdim=True) > 0, energy, torch.ones_like(energy))
-    values = (energy * pixels).sum(_places(energy)) / energy.sum(_places(energy))
-    return Measured(_defined(values, reasons), reasons=reasons)
+    energy = torch.where(energy.amax(_cell_dims(energy), keepdim=True) > 0, energy, torch.ones_like(energy))
+    return Measured((energy * pixels).flatten(1).sum(1) / energy.flatten(1).sum(1), reasons=reasons)
 
 
 def _no_objects(settings: Mapping[str, Any], vit: Anatomy) -> str | None:
-    """The refusal of a metric that reads the objects of a detector."""
+    """Why a model has no detected objects; None if it has."""
     return None if vit.task == "detection" else f"it compares detected objects, and {vit.name} is not a detector"
 
 
@@ -200,23 +188,22 @@ def _no_objects(settings: Mapping[str, Any], vit: Anatomy) -> str | None:
 def other_objects(ask: Measure, upsampling: Upsampling = "bilinear") -> Measured:
     """Share of the map of a detection that lies on other objects of its class.
 
-        sum over other boxes of the class, outside the own box, of |map| / sum of |map|
+        sum of |map| over the other boxes, outside the detection's box / sum of |map|
 
-    Other objects are detections of the same label with a score of at least 0.5 that overlap the box by less than half.
-    An image without any has no value.
+    Other objects are detections of the same label with a score of at least 0.5 and an overlap with the box of less than
+    half. An image without other objects has no value.
     """
     question: Any = ask.vit.question
     energy = ask.upsampled(upsampling).double().abs()
     values, reasons = energy.new_full((len(energy),), torch.nan), {}
     for i, index in enumerate(ask.targets.index[:, 0].tolist()):
-        others = question.others_in_input(index)
-        if len(others) == 0:
+        other_boxes, box = question.others_in_input(index), question.boxes_in_input()[index][None]
+        if len(other_boxes) == 0:
             reasons[i] = "no other object of its class was detected"
             continue
-        inside, own = (
-            _union(boxes, ask.size).to(energy.device) for boxes in (others, question.boxes_in_input()[index][None])
-        )
-        values[i] = (energy[i] * (inside & ~own)).sum() / energy[i].sum().clamp_min(torch.finfo(energy.dtype).tiny)
+        on_others, on_box = (_union(boxes, ask.size).to(energy.device) for boxes in (other_boxes, box))
+        total = energy[i].sum().clamp_min(torch.finfo(energy.dtype).tiny)
+        values[i] = (energy[i] * (on_others & ~on_box)).sum() / total
     return Measured(values, reasons=reasons)
 
 
@@ -231,7 +218,7 @@ def _union(boxes: Tensor, size: tuple[int, ...]) -> Tensor:
 def average_precision(scores: Tensor, positive: Tensor, counted: Tensor | None = None) -> Tensor:
     """AP [B] = sum_n (R_n - R_{n-1}) P_n over the distinct scores [B,N], highest first; NaN without a positive.
 
-    `counted` [B,N] leaves elements out where it is False. One sort.
+    Elements are skipped where `counted` [B,N] is False.
     """
     order = scores.argsort(1, descending=True)
     ordered = scores.gather(1, order)
@@ -246,14 +233,16 @@ def _masks(ask: Measure) -> Tensor:
     return box_region(ask).long() if ask.masks is None else ask.masks
 
 
-def _labelled(ask: Measure, unlabelled: str = "leave-out", both: bool = False) -> tuple[Tensor, Tensor, dict[int, str]]:
-    """Object and counted pixels [B,N], and the images whose mask shows no object (or, for `both`, no background)."""
+def _object_pixels(
+    ask: Measure, unlabelled: str = "leave-out", needs_background: bool = False
+) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """The object's pixels and the counted pixels [B,N], and why some masks are not valid."""
     masks = _masks(ask).flatten(1)
     positive = masks == 1
     counted = masks >= 0 if unlabelled == "leave-out" else torch.ones_like(positive)
-    full = _where(~(counted & ~positive).any(1)) if both else []
-    reasons = dict.fromkeys(full, "its mask shows nothing but the object")
-    return positive, counted, reasons | dict.fromkeys(_where(~positive.any(1)), "its mask shows no object")
+    full = ~(counted & ~positive).any(1) & needs_background
+    reasons = reasons_where(full, "its mask shows nothing but the object")
+    return positive, counted, reasons | reasons_where(~positive.any(1), "its mask shows no object")
 
 
 @register_metric(
@@ -270,38 +259,38 @@ def ap(
     upsampling: Upsampling = "nearest",
     unlabelled: Literal["leave-out", "background"] = "leave-out",
 ) -> Measured:
-    """Average precision of the map as a detector of the pixels, or patches, of the mask, or of the union of boxes.
+    """Average precision of the map as a detector of the pixels or patches of the object.
 
         sum_n (R_n - R_{n-1}) P_n,   recall R_n and precision P_n at the n-th threshold
 
-    Only the order of the scores counts, and equal scores count as one threshold. A random map scores the object's share
-    of the image.
+    The object is the mask, or the union of the boxes. Only the order of the scores counts, and equal scores count as
+    one threshold. The expected value of a random map is the object's share of the image.
 
     Args:
-        unlabelled: Whether pixels marked -1 are left out, or are background (preset `skipplus`).
+        unlabelled: Whether pixels marked -1 are skipped, or are background (preset `skipplus`).
     """
-    if unit == "patch":
-        scores, positive, counted, reasons = _labelled_patches(ask, unlabelled)
-    else:
-        positive, counted, reasons = _labelled(ask, unlabelled, both=True)
-        scores = ask.upsampled(upsampling).flatten(1)
-    return Measured(_defined(average_precision(scores, positive, counted), reasons), reasons=reasons)
+    scores, positive, counted, reasons = _scored_cells(ask, unit, upsampling, unlabelled)
+    return Measured(average_precision(scores, positive, counted), reasons=reasons)
 
 
-def _labelled_patches(ask: Measure, unlabelled: str = "leave-out") -> tuple[Tensor, Tensor, Tensor, dict[int, str]]:
-    """The map, object and counted patches [B,N], and the images without an object, or without anything else."""
+def _scored_cells(
+    ask: Measure, unit: str, upsampling: Upsampling, unlabelled: str = "leave-out"
+) -> tuple[Tensor, Tensor, Tensor, dict[int, str]]:
+    """The map, the object and the counted cells [B,N] in pixels or patches, and why some masks are not valid."""
+    if unit == "pixel":
+        return ask.upsampled(upsampling).flatten(1), *_object_pixels(ask, unlabelled, needs_background=True)
     masks = _masks(ask).double()
-    known = torch.ones_like(masks) if unlabelled == "background" else (masks >= 0).double()
-    share, seen = (on_grid(part, ask.vit).flatten(1) for part in ((masks == 1).double(), known))
-    counted = seen > 0
-    positive = counted & (share >= seen / 2) & (share > 0)
-    reasons = dict.fromkeys(_where(~(counted & ~positive).any(1)), "its mask shows nothing but the object")
-    reasons |= dict.fromkeys(_where(~positive.any(1)), "its mask covers less than half of every patch")
+    labelled = torch.ones_like(masks) if unlabelled == "background" else (masks >= 0).double()
+    share, labelled = (on_grid(part, ask.vit).flatten(1) for part in ((masks == 1).double(), labelled))
+    counted = labelled > 0
+    positive = counted & (share >= labelled / 2) & (share > 0)
+    reasons = reasons_where(~(counted & ~positive).any(1), "its mask shows nothing but the object")
+    reasons |= reasons_where(~positive.any(1), "its mask covers less than half of every patch")
     return ask.on_grid().flatten(1), positive, counted, reasons
 
 
 def rank_accuracy(scores: Tensor, positive: Tensor, counted: Tensor) -> Tensor:
-    """The share [B] of the K highest scores [B,N] that are positive, K of which there are; ties count in proportion."""
+    """The share [B] of positives among the K highest scores [B,N], for K positives; ties count in proportion."""
     scores = torch.where(counted, scores.double(), -torch.inf)
     size = positive.sum(1, keepdim=True)
     edge = scores.sort(1, descending=True).values.gather(1, (size - 1).clamp_min(0))
@@ -322,26 +311,22 @@ def rank_accuracy(scores: Tensor, positive: Tensor, counted: Tensor) -> Tensor:
 def relevance_rank(ask: Measure, unit: CellUnit = "patch", upsampling: Upsampling = "nearest") -> Measured:
     """Share of the K highest patches that are on the object, where K is the object's number of patches.
 
-    1 if the map ranks all of the object first. Where scores are equal at the edge, they count in proportion, as they
-    would on average in random order; a constant map scores the object's share of the image.
+    The value is 1 if the map ranks the whole object first. Patches with equal scores at rank K count in proportion; a
+    constant map has the object's share of the image.
     """
-    if unit == "patch":
-        scores, positive, counted, reasons = _labelled_patches(ask)
-    else:
-        positive, counted, reasons = _labelled(ask, both=True)
-        scores = ask.upsampled(upsampling).flatten(1)
-    return Measured(_defined(rank_accuracy(scores, positive, counted), reasons), reasons=reasons)
+    scores, positive, counted, reasons = _scored_cells(ask, unit, upsampling)
+    return Measured(rank_accuracy(scores, positive, counted), reasons=reasons)
 
 
 def unit_range(maps: Tensor) -> Tensor:
     """Maps [B,h,w] scaled to [0, 1] in float64; a constant map becomes 0."""
     maps = maps.double()
-    low, high = (end(_places(maps), keepdim=True) for end in (maps.amin, maps.amax))
+    low, high = (end(_cell_dims(maps), keepdim=True) for end in (maps.amin, maps.amax))
     return (maps - low) / torch.where(high > low, high - low, 1)
 
 
 def _foreground(ask: Measure) -> Tensor:
-    """Where the upsampled map is above its mean [B,N]."""
+    """A mask [B,N] of the pixels where the upsampled map is above its mean."""
     maps = unit_range(ask.upsampled()).flatten(1)
     return maps > maps.mean(1, keepdim=True)
 
@@ -352,71 +337,69 @@ def _pixel_accuracy(sums: Sums) -> Tensor:
 
 @register_metric("pixel-accuracy", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_pixel_accuracy)
 def pixel_accuracy(ask: Measure) -> Measured:
-    """Share of labelled pixels on the right side of the map's mean.
+    """Share of labelled pixels that are classified correctly as object or background.
 
-    A pixel counts as object where the map is above its mean, otherwise as background. The data set's number is a micro
-    average: correct over labelled pixels of all images.
+    A pixel is classified as object if the map is above its mean. The value of a data set is a micro average: correct
+    pixels divided by labelled pixels, of all images.
     """
-    positive, counted, reasons = _labelled(ask)
+    positive, counted, reasons = _object_pixels(ask)
     correct = ((_foreground(ask) == positive) & counted).sum(1)
     parts = {"correct": correct.double(), "labelled": counted.sum(1).double()}
-    return Measured(_defined(_pixel_accuracy(parts), reasons), parts=parts, reasons=reasons)
+    return Measured(_pixel_accuracy(parts), parts=parts, reasons=reasons)
 
 
 def _miou(sums: Sums) -> Tensor:
-    """The mean IoU of background and object, of those that occur."""
-    there = sums["union"] > 0
-    return (sums["intersection"] / sums["union"].clamp_min(1)).sum(-1) / there.sum(-1)
+    """The mean IoU of background and object; one that does not occur is skipped."""
+    occurs = sums["union"] > 0
+    return (sums["intersection"] / sums["union"].clamp_min(1)).sum(-1) / occurs.sum(-1)
 
 
 @register_metric("miou", paper=_CHEFER, higher_is_better=True, needs={"masks"}, combine=_miou)
 def miou(ask: Measure) -> Measured:
-    """Mean IoU of object and background, for the map cut at its mean.
+    """Mean IoU of object and background, for the map thresholded at its mean.
 
-    The data set's number sums intersections and unions over all images before it divides, as Chefer et al. do.
+    For a data set, intersections and unions are summed over all images before the division, as in Chefer et al.
     """
-    positive, counted, reasons = _labelled(ask)
+    positive, counted, reasons = _object_pixels(ask)
     above = _foreground(ask)
     shown = torch.stack([~above, above], 1) & counted[:, None]
     truth = torch.stack([~positive, positive], 1) & counted[:, None]
     parts = {"intersection": (shown & truth).sum(2).double(), "union": (shown | truth).sum(2).double()}
-    return Measured(_defined(_miou(parts), reasons), parts=parts, reasons=reasons)
+    return Measured(_miou(parts), parts=parts, reasons=reasons)
 
 
 @register_metric("map", paper=_CHEFER, higher_is_better=True, needs={"masks"})
 def two_channel_ap(ask: Measure) -> Measured:
     """Average precision of the map for the object and of its complement for the background.
 
-    The map m is scaled to [0, 1]; m and 1 - m are one list of 2HW elements, so that (m, mask) and (1 - m, 1 - mask)
-    have the same value.
+    The map m is scaled to [0, 1], and m and 1 - m are concatenated to 2HW elements, so that (m, mask) and (1 - m,
+    1 - mask) have the same value.
     """
-    positive, counted, reasons = _labelled(ask, both=True)
+    positive, counted, reasons = _object_pixels(ask, needs_background=True)
     maps = unit_range(ask.upsampled()).flatten(1)
-    values = average_precision(
-        torch.cat([1 - maps, maps], 1), torch.cat([~positive, positive], 1), torch.cat([counted, counted], 1)
-    )
-    return Measured(_defined(values, reasons), reasons=reasons)
+    pairs = ((1 - maps, maps), (~positive, positive), (counted, counted))
+    return Measured(average_precision(*(torch.cat(pair, 1) for pair in pairs)), reasons=reasons)
 
 
 @register_metric("f1", paper=_CHEFER, higher_is_better=True, needs={"masks"})
 def f1(ask: Measure) -> Measured:
-    """F1 score of the object's pixels, for the map cut at its mean.
+    """F1 score of the object's pixels, for the map thresholded at its mean.
 
     2 TP / (2 TP + FP + FN)   for each image
     """
-    positive, counted, reasons = _labelled(ask)
-    shown = _foreground(ask) & counted
-    both = (shown & positive).sum(1).double()
-    return Measured(_defined(2 * both / (shown.sum(1) + (positive & counted).sum(1)), reasons), reasons=reasons)
+    positive, counted, reasons = _object_pixels(ask)
+    above = _foreground(ask) & counted
+    hits = (above & positive).sum(1).double()
+    return Measured(2 * hits / (above.sum(1) + (positive & counted).sum(1)), reasons=reasons)
 
 
 def heat_overlaps(
     maps: NDArray[np.float64], boxes: NDArray[np.float64], levels: NDArray[np.float64], components: Components
 ) -> NDArray[np.float64]:
-    """At each level [T], the best IoU of a box around the heat with one of an image's boxes [n,4].
+    """At each level [T], the best IoU of a box around the highest region with one of an image's boxes [n,4].
 
-    The heat is where a map [H,W] in [0, 1] is >= the level; its box is the tight one around the largest 8-connected
-    component (the first of equal ones), or there is one per component. One labelling for all levels.
+    The region is where a map [H,W] in [0, 1] is at least the level. Its box is the bounding box of the largest
+    8-connected component (the first of equal ones); with "all", every component has a box.
     """
     from scipy import ndimage
 
@@ -434,8 +417,8 @@ def heat_overlaps(
         return best
     size = np.bincount(labels.ravel(), minlength=count + 1)[1:]
     order = np.lexsort((-size, level))
-    found, first = np.unique(level[order], return_index=True)
-    best[found] = iou[order[first]]
+    occupied, first = np.unique(level[order], return_index=True)
+    best[occupied] = iou[order[first]]
     return best
 
 
@@ -450,17 +433,17 @@ def _iou(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
 def _overlaps(
     ask: Measure, levels: NDArray[np.float64], components: Components, upsampling: Upsampling
 ) -> tuple[Tensor, dict[int, str]]:
-    """The IoU [B,T] of the heat's box at each level, and the images without boxes."""
+    """The IoU [B,T] of the box around the highest region at each level, and the images without boxes."""
     assert ask.boxes is not None
     maps = unit_range(ask.upsampled(upsampling)).cpu().numpy()
     boxes = [box.cpu().numpy() for box in ask.boxes]
 
-    def one(i: int) -> NDArray[np.float64]:
+    def overlaps_of_image(i: int) -> NDArray[np.float64]:
         return heat_overlaps(maps[i], boxes[i], levels, components) if len(boxes[i]) else np.zeros(len(levels))
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = np.stack(list(pool.map(one, range(len(maps)))))
-    return torch.from_numpy(found), {i: "it has no boxes" for i, box in enumerate(boxes) if len(box) == 0}
+        overlaps = np.stack(list(pool.map(overlaps_of_image, range(len(maps)))))
+    return torch.from_numpy(overlaps), {i: "it has no boxes" for i, box in enumerate(boxes) if len(box) == 0}
 
 
 @register_metric("gt-known-loc", paper=_CHOE, higher_is_better=True, needs={"boxes"}, cost="no forward; 1 labelling")
@@ -473,10 +456,10 @@ def gt_known_loc(
 ) -> Measured:
     """Whether the box around the map's highest region overlaps one of the image's boxes.
 
-    The value is 1 where the IoU is at least `iou`, otherwise 0. The map is scaled to [0, 1].
+    The value is 1 if the IoU is at least `iou`, otherwise 0. The map is scaled to [0, 1].
     """
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
-    return Measured(_defined(overlaps[:, 0] >= iou, reasons), reasons=reasons)
+    return Measured(overlaps[:, 0] >= iou, reasons=reasons)
 
 
 @register_metric(
@@ -489,11 +472,11 @@ def top1_loc(
     components: Components = "largest",
     upsampling: Upsampling = "bilinear",
 ) -> Measured:
-    """`gt-known-loc`, counted only where the model predicts the true label."""
+    """`gt-known-loc`, with the value 0 for images whose true label the model does not predict."""
     assert ask.labels is not None
     overlaps, reasons = _overlaps(ask, np.array([threshold]), components, upsampling)
-    right = top_classes(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()
-    return Measured(_defined((overlaps[:, 0] >= iou) & right, reasons), reasons=reasons)
+    correct = top_classes(ask.vit.logits(ask.images), ask.vit.outputs).index[:, 0] == ask.labels.cpu()
+    return Measured((overlaps[:, 0] >= iou) & correct, reasons=reasons)
 
 
 def _max_box_acc(sums: Sums) -> Tensor:
@@ -513,14 +496,13 @@ def _max_box_acc(sums: Sums) -> Tensor:
 def max_box_acc(ask: Measure, components: Components = "largest", upsampling: Upsampling = "bilinear") -> Measured:
     """MaxBoxAccV2: localisation accuracy at the best threshold, averaged over three IoUs.
 
-    The IoUs are 0.3, 0.5 and 0.7; the thresholds 0, .01, …, 1. The best threshold for each IoU is chosen for the data
-    set, so the value of an image is what it would be alone, and the mean of these is above the data set's number. Curve
-    [B,101]: hits, averaged over the IoUs. Boxes as for `gt-known-loc`; preset `choe` takes every component's box, as
-    the authors' code does. One labelling of 101 planes per image.
+    The IoUs are 0.3, 0.5 and 0.7; the thresholds 0, 0.01, …, 1. For a data set, the best threshold for each IoU is
+    common to all images; for the value of one image it is chosen for that image, so the mean of these values is larger.
+    Curve [B,101]: hits, averaged over the IoUs. Boxes are those of `gt-known-loc`; preset `choe` uses the boxes of all
+    components, as in the authors' code.
     """
     levels = np.arange(STEPS) / (STEPS - 1)
     overlaps, reasons = _overlaps(ask, levels, components, upsampling)
     hits = (overlaps[:, None] >= torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64)[:, None]).double()
     parts = {"hits": hits, "images": torch.ones(len(hits), dtype=torch.float64)}
-    values = _defined(_max_box_acc(parts), reasons)
-    return Measured(values, hits.mean(1), torch.from_numpy(levels), parts, reasons)
+    return Measured(_max_box_acc(parts), hits.mean(1), torch.from_numpy(levels), parts, reasons)

@@ -1,8 +1,4 @@
-"""Perturbation tests at a few levels of removal: accuracy, score, KL and log-likelihood of the remaining image.
-
-Positive perturbation removes the map's highest parts first, negative its lowest. `deletion.removed_logits` makes the
-variants, which the metrics of one call share.
-"""
+"""Perturbation tests at a few levels of removal: accuracy, score, KL and log-likelihood of the remaining image."""
 
 from __future__ import annotations
 
@@ -21,9 +17,26 @@ from patchlight.core.resize import Upsampling
 from patchlight.core.targets import Targets, kl_divergence, log_probabilities
 from patchlight.evidence.ablation import Unit
 from patchlight.evidence.fills import Fill
-from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
-from patchlight.metrics.deletion import Integrator, Removal, Share, area, count_cells, removed_logits, scored, span
-from patchlight.metrics.quantities import no_score, unread
+from patchlight.metrics.base import (
+    Measure,
+    Measured,
+    MeasuredScore,
+    TargetClass,
+    no_score,
+    refuse_quantity,
+    register_metric,
+)
+from patchlight.metrics.deletion import (
+    Integrator,
+    Removal,
+    Share,
+    area,
+    class_scores,
+    count_cells,
+    difference_of_scores,
+    removed_logits,
+    span,
+)
 
 Direction = Literal["positive", "negative"]
 Quantity = Literal["accuracy", "probability", "logit", "cosine", "kl", "nll"]
@@ -31,7 +44,7 @@ Points = Annotated[int, Field(ge=2, description="Number of levels from 0 to 100 
 TokenQuantity = Literal["accuracy", "aopc"]
 Form = Annotated[
     Literal["area", "percent", "higher"],
-    Field(description="The area, 100 times the area, or that subtracted from 100 if lower is better ('higher')."),
+    Field(description="The area, the area in per cent, or the per cent subtracted from 100 if lower is better."),
 ]
 Levels = Annotated[int, Field(ge=1, description="Number of levels.")]
 Low = Annotated[float, Field(ge=0, le=1, description="The first fraction.")]
@@ -42,7 +55,7 @@ _RISING = ("kl", "nll")
 
 
 def levels(cells: int, points: int, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Fractions [P], evenly from low to high, and the number of cells int(fraction * cells) that each removes [P]."""
+    """P equally spaced fractions from low to high, and the number of cells int(fraction * cells) at each."""
     if low > high or (low == high and points > 1):
         raise PatchlightError(f"fractions from low={low} to high={high} are not a range; give low < high")
     x = torch.linspace(low, high, points, dtype=torch.float64)
@@ -70,12 +83,11 @@ def _quantity(ask: Measure, quantity: Quantity, logits: Tensor, targets: Targets
         return kl_divergence(ask.logits()[:, None], logits, ask.vit.outputs).clamp_min(0)
     if quantity == "nll":
         return -log_probability(logits, targets, ask)
-    return scored(logits, targets, ask, quantity)
+    return class_scores(logits, targets, ask, quantity)
 
 
 def _perturbation_rises(settings: Mapping[str, Any]) -> bool:
-    falls: bool = settings["quantity"] not in _RISING
-    return falls is (settings["direction"] == "negative")
+    return (settings["quantity"] in _RISING) is (settings["direction"] == "positive")
 
 
 def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
@@ -93,7 +105,7 @@ def _perturbation_limits(settings: Mapping[str, Any]) -> tuple[float, float]:
     higher_is_better=_perturbation_rises,
     bounds=_perturbation_limits,
     ablates=True,
-    refuses=unread(lambda settings: settings["quantity"], "quantity='logit' works"),
+    refuses=refuse_quantity(lambda settings: settings["quantity"], "quantity='logit' works"),
     cost="points (9) forwards",
     presets={
         "chefer": {
@@ -138,19 +150,19 @@ def perturbation(
     noise: tuple[float, float] = (0.0, 1.0),
     noise_seed: int | None = None,
 ) -> Measured:
-    """Accuracy or another quantity, averaged while the highest (or lowest) parts are removed.
+    """Mean accuracy, or another quantity, while the highest (or lowest) pixels are removed.
 
-    At each level, int(fraction * HW) pixels are replaced by the fill. Positive perturbation should raise KL and -log p,
-    and lower the others.
+    At each level, int(fraction * HW) pixels are replaced by the fill. A faithful map raises KL and -log p under
+    positive perturbation and lowers the other quantities.
 
-    Preset `chefer`: 9 levels of 10 % to 90 %, true black, accuracy against the true label, the mean. Preset `diffmask`:
-    29 points of 1792 px (of 224 x 224), noise U(-1, 1) of seed 123, trapezoids of width 1, the predicted class; what
-    its paper calls accuracy and KL are `probability` and `nll`. Curve [B,P] over the fraction removed.
+    Preset `chefer`: 9 levels from 10 % to 90 %, black, accuracy against the true label, the mean. Preset `diffmask`: 29
+    points in steps of 1792 pixels (of 224 x 224), noise U(-1, 1) of seed 123, trapezoids of width 1, the predicted
+    class; its paper calls `probability` accuracy and `nll` KL. Curve [B,P] over the fraction removed.
 
     Args:
-        direction: Whether the highest ("positive") or lowest ("negative") parts are removed first.
-        quantity: "accuracy" is 1 where the class has the largest logit; "probability", "logit" and "cosine" are scores
-            of the class; "kl" is KL(p_clean || p_k) over all classes; "nll" is -log p(class).
+        direction: Whether the highest ("positive") or lowest ("negative") pixels are removed first.
+        quantity: "accuracy" is 1 if the class has the largest logit; "probability", "logit" and "cosine" are scores of
+            the class; "kl" is KL(p_clean || p_k) over all classes; "nll" is -log p(class).
         noise: The range of the fill "noise".
         noise_seed: The seed of the fill "noise"; None: that of the call.
     """
@@ -178,7 +190,7 @@ def _half_span(settings: Mapping[str, Any]) -> tuple[float, float]:
     bounds=_half_span,
     ablates=True,
     stochastic=lambda settings: settings["fill"] in ("road", "noise") and settings["unit"] != "token",
-    refuses=unread(lambda settings: settings["quantity"], "quantity='logit' works"),
+    refuses=refuse_quantity(lambda settings: settings["quantity"], "quantity='logit' works"),
     cost="2 shares (18) forwards, and as many imputations",
     presets={
         "authors": {"shares": (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9), "quantity": "accuracy", "target_class": "label"},
@@ -199,12 +211,12 @@ def road(
 
         (LeRF - MoRF) / 2
 
-    At each share p, MoRF removes the int(p HW) highest pixels and LeRF keeps them alone; both are means over the
-    shares. Missing pixels are the mean of their neighbours plus a little noise, so that their shape reveals less than a
-    hole of one colour does. On shares that are symmetric about a half, such as 10 %, ..., 90 %, it is half of the gap
-    of `srg`, random maps score 0, and it is grad-cam's ROADCombined (preset `grad-cam`: logits). The seven shares of
-    preset `authors`, with accuracy against the true label, are not symmetric; read its two curves separately. Parts:
-    `morf` and `lerf`; curve [B,P]: their half difference over the share.
+    At each share p, MoRF removes the int(p HW) highest pixels and LeRF keeps only these; both are means over the
+    shares. Removed pixels are replaced by the mean of their neighbours plus a little noise, which reveals less of the
+    shape of the mask than a constant colour. For shares that are symmetric about one half, such as 10 %, ..., 90 %, it
+    is half of the gap of `srg`, random maps score 0, and it equals ROADCombined of the grad-cam library (preset
+    `grad-cam`: logits). The seven shares of preset `authors`, with accuracy against the true label, are not symmetric;
+    compare its two curves separately. Parts: `morf` and `lerf`; curve [B,P]: half of their difference over the share.
 
     Args:
         shares: The shares p.
@@ -216,8 +228,8 @@ def road(
     counts = (x * count_cells(ask, unit) + 1e-6).long()
     targets = ask.of(target_class)
     lerf, morf = (
-        _quantity(ask, quantity, removed_logits(ask, counts, kept, Removal(fill, unit, upsampling)), targets)
-        for kept in (True, False)
+        _quantity(ask, quantity, removed_logits(ask, counts, insert, Removal(fill, unit, upsampling)), targets)
+        for insert in (True, False)
     )
     curve = (lerf - morf) / 2
     return Measured(curve.mean(1), curve, x, {"morf": morf.mean(1), "lerf": lerf.mean(1)})
@@ -229,7 +241,7 @@ _level_metric = partial(register_metric, paper="Wu et al., CVPR 2024", ablates=T
 @_level_metric(
     "auc",
     higher_is_better=False,
-    refuses=unread(lambda settings: "accuracy", "'aopc' works"),
+    refuses=refuse_quantity(lambda settings: "accuracy", "'aopc' works"),
     cost="points (21) forwards, shared with aopc and lodds",
 )
 def auc(
@@ -242,25 +254,19 @@ def auc(
 ) -> Measured:
     """Area under the accuracy while the highest-ranked pixels are removed.
 
-    The top 0, 5, ..., 100 % are removed; trapezoids over [0, 1]. Accuracy is whether the class is still the predicted
-    one: by default the prediction on the clean image, so that no labels are needed (the paper says only "accuracy"; its
-    other two metrics name the predicted class), with target_class="label" the true class. Curve [B,P] over the fraction
-    removed.
+    The top 0, 5, ..., 100 % are removed; the area is the sum of trapezoids over [0, 1]. Accuracy is 1 if the model
+    predicts the class: by default its prediction on the clean image (the paper does not say which), with
+    target_class="label" the true class. Curve [B,P] over the fraction removed.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     curve = accuracy(logits, ask.of(target_class), ask)
     return Measured(area(curve, "trapezoid", x), curve, x)
 
 
-def _fall_limits(score: str) -> tuple[float, float]:
-    low, high = span(score)
-    return low - high, high - low
-
-
 @_level_metric(
     "aopc",
     higher_is_better=True,
-    bounds=lambda settings: _fall_limits(settings["score"]),
+    bounds=difference_of_scores,
     refuses=no_score,
     cost="points (21) + 1 forwards, shared with auc and lodds",
 )
@@ -277,11 +283,11 @@ def aopc(
 
         1/|K| sum_k [p(y|x) - p(y|x_k)],   K = {0, 5, ..., 100} per cent of the pixels
 
-    Level 0 counts. Curve [B,P]: the drop at each level.
+    Curve [B,P]: the drop at each level.
     """
     x, logits = _levels_of_removal(ask, points, unit, fill, upsampling)
     targets = ask.of(target_class)
-    curve = scored(ask.logits()[:, None], targets, ask, score) - scored(logits, targets, ask, score)
+    curve = class_scores(ask.logits()[:, None], targets, ask, score) - class_scores(logits, targets, ask, score)
     return Measured(curve.mean(1), curve, x)
 
 
@@ -289,7 +295,7 @@ def aopc(
     "lodds",
     higher_is_better=False,
     bounds=(_LOG_FLOOR, -_LOG_FLOOR),
-    refuses=unread(lambda settings: "nll", "'aopc' works"),
+    refuses=refuse_quantity(lambda settings: "nll", "'aopc' works"),
     cost="points (21) + 1 forwards, shared with auc and aopc",
 )
 def lodds(
@@ -302,7 +308,7 @@ def lodds(
 ) -> Measured:
     """Mean log-odds of the class while the highest-ranked pixels are removed.
 
-        -1/|K| sum_k log(p(y|x) / p(y|x_k)),   K as for `aopc`
+        -1/|K| sum_k log(p(y|x) / p(y|x_k)),   K as in `aopc`
 
     Probabilities are at least 1e-12. Curve [B,P]: log p(y|x_k) - log p(y|x).
     """
@@ -329,8 +335,8 @@ def _token_quantity(settings: Mapping[str, Any]) -> str:
     return str(settings["quantity"] if settings["quantity"] == "accuracy" else settings["score"])
 
 
-def _natural(insert: bool, quantity: str) -> bool:
-    """Whether higher is better before anything is subtracted from 100."""
+def _area_rises(insert: bool, quantity: str) -> bool:
+    """Whether a larger area is better."""
     return insert == (quantity == "accuracy")
 
 
@@ -341,8 +347,8 @@ def _token_limits(insert: bool) -> Callable[[Mapping[str, Any]], tuple[float, fl
         top *= 1 if settings["form"] == "area" else 100
         low = 0.0
         if settings["quantity"] == "aopc":
-            low, top = (top * side for side in _fall_limits(settings["score"]))
-        flipped = settings["form"] == "higher" and not _natural(insert, settings["quantity"])
+            low, top = (top * end for end in difference_of_scores(settings))
+        flipped = settings["form"] == "higher" and not _area_rises(insert, settings["quantity"])
         return (100 - top, 100 - low) if flipped else (low, top)
 
     return limits
@@ -358,22 +364,22 @@ def _token_measured(
     grid: Any,
     score: MeasuredScore,
 ) -> Measured:
-    """The curve over levels of token removal; the whole image is its first (deletion) or last (insertion) point."""
+    """The area over levels of token removal; the clean image is the first (deletion) or last (insertion) point."""
     points, low, high = grid
     x, changed = levels(count_cells(ask, "token"), points, low, high)
     logits = removed_logits(ask, changed, insert, Removal(unit="token"))
-    whole = ask.logits()[:, None]
-    together = torch.cat([logits, whole] if insert else [whole, logits], 1)
+    clean = ask.logits()[:, None]
+    logits = torch.cat([logits, clean] if insert else [clean, logits], 1)
     if quantity == "accuracy":
-        curve = accuracy(together, targets, ask)
+        curve = accuracy(logits, targets, ask)
     else:
-        curve = scored(whole, targets, ask, score) - scored(together, targets, ask, score)
+        curve = class_scores(clean, targets, ask, score) - class_scores(logits, targets, ask, score)
     end = x.new_tensor([1.0 if insert else 0.0])
     x = torch.cat([x, end] if insert else [end, x])
     values = area(curve, integrator, x)
     if form != "area":
         values, curve = 100 * values, 100 * curve
-    if form == "higher" and not _natural(insert, quantity):
+    if form == "higher" and not _area_rises(insert, quantity):
         values = 100 - values
     return Measured(values, curve, x)
 
@@ -382,7 +388,7 @@ _token_metric = partial(
     register_metric,
     paper="SkipPLUS, CVPR-W 2024",
     ablates=True,
-    refuses=unread(_token_quantity, "quantity='aopc' works, and score='logit'"),
+    refuses=refuse_quantity(_token_quantity, "quantity='aopc' works, and score='logit'"),
     cost="points (9) + 1 forwards of fewer tokens",
     presets=_SKIPPLUS_PRESETS,
     quick={"points": 3},
@@ -391,7 +397,7 @@ _token_metric = partial(
 
 @_token_metric(
     "token-deletion",
-    higher_is_better=lambda s: s["form"] == "higher" or _natural(False, s["quantity"]),
+    higher_is_better=lambda s: s["form"] == "higher" or _area_rises(False, s["quantity"]),
     bounds=_token_limits(False),
 )
 def token_deletion(
@@ -407,12 +413,12 @@ def token_deletion(
 ) -> Measured:
     """Area under the accuracy, or under the drop of the class's probability, while the highest tokens are removed.
 
-    At each fraction r the int(r N) highest of N patch tokens leave the sequence after the position embedding; prefix
-    tokens stay, and the whole image is a further point at 0. The area is divided by the range of fractions, so that it
-    is a mean.
+    At each fraction r, the int(r N) highest of N patch tokens are dropped after the position embedding; prefix tokens
+    are kept, and the clean image is an additional point at 0. The area is divided by the range of fractions, so it is a
+    mean.
 
     Preset `skipplus`: 10 % to 90 %, in per cent, accuracy as 100 - area, so that higher is always better. Preset
-    `skipplus-code`: as released, trapezoids over [0, 0.9] that end at 90 per cent, nothing subtracted. Curve [B,P+1].
+    `skipplus-code`, the released code: trapezoids over [0, 0.9], not divided, nothing subtracted. Curve [B,P+1].
 
     Args:
         quantity: "accuracy" (lower is better) or "aopc", p(y|x) - p(y|x_r) (higher is better).
@@ -422,7 +428,7 @@ def token_deletion(
 
 @_token_metric(
     "token-insertion",
-    higher_is_better=lambda s: s["form"] == "higher" or _natural(True, s["quantity"]),
+    higher_is_better=lambda s: s["form"] == "higher" or _area_rises(True, s["quantity"]),
     bounds=_token_limits(True),
 )
 def token_insertion(
@@ -438,8 +444,8 @@ def token_insertion(
 ) -> Measured:
     """Area under the accuracy, or under the missing probability, while only the highest tokens are kept.
 
-    As `token-deletion`, with the int(r N) highest tokens kept and the whole image as the point at 1; preset `skipplus`
-    subtracts `aopc` from 100.
+    This is `token-deletion` with the int(r N) highest tokens kept and the clean image as the point at 1; preset
+    `skipplus` subtracts `aopc` from 100.
 
     Args:
         quantity: "accuracy" (higher is better) or "aopc" (lower is better).

@@ -1,4 +1,4 @@
-"""Robustness: how much a map changes under small changes of the image."""
+"""Robustness metrics: changes of the map under small changes of the image."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import top_classes
 from patchlight.engine import default_batch_size
 from patchlight.evidence.ablation import Count
-from patchlight.metrics.base import Measure, Measured, register_metric
+from patchlight.metrics.base import Measure, Measured, reasons_where, register_metric
 
 Norm = Literal["l2", "l1", "linf"]
 Radius = Annotated[float, Field(ge=0)]
 _ORDER = {"l2": 2.0, "l1": 1.0, "linf": float("inf")}
 
 
-def draws(shape: tuple[int, ...], n: int, radius: float, seed: int) -> Tensor:
+def uniform_noise(shape: tuple[int, ...], n: int, radius: float, seed: int) -> Tensor:
     """Perturbations d_j [n,C,H,W] ~ U(-radius, radius), on the CPU: the same for every image, batch and device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(n, *shape).uniform_(-radius, radius, generator=generator)
@@ -52,21 +52,19 @@ def max_sensitivity(
 
         max_j ||Phi(x) - Phi(x + d_j)|| / ||Phi(x)||,   d_j ~ U(-radius, radius),   j = 1..n
 
-    d_j is added to the normalised image and is the same for every image; the class stays. Phi is the map before
-    upsampling; a norm of 0 in the denominator counts as 1. Presets `tis` (captum's defaults) and `quantus` (200 samples
-    of radius 0.2) are not comparable.
+    d_j is added to the normalised image and is the same for every image; the class is not changed. Phi is the map
+    before upsampling; a norm of 0 in the denominator is replaced by 1. The values of presets `tis` (captum's defaults)
+    and `quantus` (200 samples of radius 0.2) are not comparable.
 
     Args:
-        samples: Number n of noises, sampled from the seed.
+        samples: Number n of noise samples.
         radius: Largest change of a value of the normalised image.
         norm: The norm of maps and their changes.
-        reseed: Gives each explanation its own seed; otherwise all have the same, so that the randomness of a sampling
-            method does not count.
-        chunk: Explanations at once; None: as many as fit in memory.
+        reseed: Whether each explanation has its own seed; otherwise the randomness of a sampling method does not count.
+        chunk: Number of explanations at once; None: as many as fit in memory.
     """
-    first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
-    first = first.flatten(1)
-    noise = draws(tuple(ask.images.shape[1:]), samples, radius, ask.seed).to(ask.images)
+    first = _original_maps(ask).flatten(1)
+    noise = uniform_noise(tuple(ask.images.shape[1:]), samples, radius, ask.seed).to(ask.images)
 
     def change(maps: Tensor, images: Tensor, owner: Tensor) -> Tensor:
         size: Tensor = torch.linalg.vector_norm(maps - first[owner], _ORDER[norm], 1)
@@ -77,6 +75,10 @@ def max_sensitivity(
     return Measured(largest / torch.where(below == 0, 1, below))
 
 
+def _original_maps(ask: Measure) -> Tensor:
+    return ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
+
+
 def _under_noise(
     ask: Measure,
     noise: Tensor,
@@ -84,9 +86,9 @@ def _under_noise(
     reseed: bool = False,
     chunk: int | None = None,
 ) -> Tensor:
-    """For each noise [n,C,H,W] and image, what `change` makes [n,B] of maps [m,N], noisy images, and whose they are."""
+    """Change of the maps [n,B] under each noise [n,C,H,W]; `change` maps (maps [m,N], noisy images, owner) to [m]."""
     batch, n = len(ask.images), len(noise)
-    # Noise by noise, all images under each: a chunk may contain several noises, but only one seed.
+    # All images under one noise sample come before the next: a chunk may contain several samples, but only one seed.
     owner, draw = torch.arange(batch).repeat(n), torch.arange(n).repeat_interleave(batch)
     size = chunk or default_batch_size(ask.vit)
     runs = range(0, n * batch, batch if reseed else n * batch)
@@ -105,7 +107,7 @@ def _under_noise(
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
-    """(a - b) / a element by element, where 0 counts as 1e-6."""
+    """(a - b) / a, elementwise; a denominator of 0 is replaced by 1e-6."""
     ratio: Tensor = (a - b) / torch.where(a == 0, 1e-6, a)
     return ratio
 
@@ -142,26 +144,25 @@ def stability(
 
         max_j ||Phi(x) - Phi(x + d_j)|| / ||x - (x + d_j)||,   d_j ~ U(-radius, radius),   j = 1..n
 
-    The default is the local Lipschitz estimate, of maps divided by the largest magnitude of Phi(x). Noise that changes
-    the prediction does not count, and parts `kept` is the share that does; an image whose prediction every noise
-    changes has no value. Presets `ris`, `ros` and `rrs` are relative input, output and representation stability: they
-    divide each element's change by the element, so that pixels and scores near 0 decide.
+    The default is the local Lipschitz estimate, of maps divided by the largest magnitude of Phi(x). Noise samples that
+    change the prediction are skipped; part `kept` is the share of the others. An image without other samples has no
+    value. Presets `ris`, `ros` and `rrs` are relative input, output and representation stability: they divide the
+    change of each element by the element, so elements close to 0 dominate.
 
     Args:
-        samples: Number n of noises, sampled from the seed.
+        samples: Number n of noise samples.
         radius: Largest change of a value of the normalised image.
-        low: Smallest change; None: -radius. The presets only make pixels brighter.
-        change: Whether the map's change is divided by the map, element by element.
-        per: What the change is divided by: that of the image, its elements' relative change, that of the logits, or the
-            relative change of the tokens that leave the last block.
-        chunk: Explanations at once; None: as many as fit in memory.
+        low: Smallest change; None: -radius. With the presets, pixels only become brighter.
+        change: "relative" divides the change of the map by the map, elementwise.
+        per: The denominator: the change of the image, the relative change of its elements, the change of the logits, or
+            the relative change of the tokens that leave the last block.
+        chunk: Number of explanations at once; None: as many as fit in memory.
     """
-    first = ask.maps if ask.current else ask.explain(ask.vit, ask.images, ask.targets, ask.seed)
-    first = first.flatten(1).double()
+    first = _original_maps(ask).flatten(1).double()
     size = first.abs().amax(1, keepdim=True)
     size = torch.where(size > 0, size, 1)
     first = first / size
-    noise = draws(tuple(ask.images.shape[1:]), samples, radius, ask.seed)
+    noise = uniform_noise(tuple(ask.images.shape[1:]), samples, radius, ask.seed)
     if low is not None:
         noise = low + (noise + radius) * (radius - low) / (2 * radius or 1)
     clean, last = _outputs(ask.vit, ask.images)
@@ -183,12 +184,10 @@ def stability(
         return torch.where(same, gap.norm(dim=1) / step.clamp_min(1e-12), torch.nan)
 
     ratios = _under_noise(ask, noise.to(ask.images), ratio, chunk=chunk)
-    kept = ratios.isfinite()
-    values = torch.where(kept, ratios, -torch.inf).amax(0)
-    lost = (~kept.any(0)).nonzero().flatten().tolist()
-    values[lost] = torch.nan
-    reasons = dict.fromkeys(lost, "every noise sample changes its prediction")
-    return Measured(values, parts={"kept": kept.double().mean(0)}, reasons=reasons)
+    valid = ratios.isfinite()
+    values = torch.where(valid, ratios, -torch.inf).amax(0)
+    reasons = reasons_where(~valid.any(0), "every noise sample changes its prediction")
+    return Measured(values, parts={"kept": valid.double().mean(0)}, reasons=reasons)
 
 
 def _outputs(vit: Anatomy, images: Tensor) -> tuple[Tensor, Tensor]:

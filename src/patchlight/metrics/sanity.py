@@ -1,4 +1,4 @@
-"""Sanity: whether the map depends on what the model has learnt. Layers are randomised and the maps compared."""
+"""Sanity checks: whether a map depends on the weights of the model and on the class."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from patchlight.core.resize import to_pixels
 from patchlight.core.statistics import constant, spearman
 from patchlight.core.targets import Targets
 from patchlight.evidence.ablation import Count
-from patchlight.metrics.base import Measure, Measured, register_metric
+from patchlight.metrics.base import Measure, Measured, reasons_where, register_metric
 from patchlight.metrics.localisation import unit_range
 
 Similarity = Annotated[
     Literal["spearman", "spearman-abs", "ssim", "hog"],
     Field(
-        description="Spearman of the maps or of |maps|, SSIM, or Spearman of HOGs, of the maps from 0 to 1 at "
-        "image size."
+        description="Spearman correlation of the maps or of their absolute values; or SSIM, or Spearman correlation of "
+        "HOGs, of the maps scaled to [0, 1] at image size."
     ),
 ]
 Window = Annotated[Literal["gaussian", "uniform"], Field(description="The window of SSIM.")]
@@ -38,9 +38,9 @@ Stage = tuple[str, list[str]]
 
 
 def ssim(a: Tensor, b: Tensor, window: Window = "gaussian") -> Tensor:
-    """Structural similarity [B] of maps [B,H,W] in [0, 1], averaged where the window fits inside.
+    """Structural similarity [B] of maps [B,H,W] in [0, 1], averaged over the windows inside the map.
 
-    The window is an 11 x 11 Gaussian of sigma 1.5, or a uniform 7 x 7; (co)variances are those of a sample.
+    The window is an 11 x 11 Gaussian of sigma 1.5, or a uniform 7 x 7; covariances are sample covariances.
     """
     reach = 5 if window == "gaussian" else 3
     side = 2 * reach + 1
@@ -90,7 +90,7 @@ def hog(maps: Tensor, cell: int = 16, bins: int = 9, block: int = 3) -> Tensor:
 def similar(
     ask: Measure, a: Tensor, b: Tensor, similarity: Similarity, window: Window = "gaussian", cell: int = 16
 ) -> Tensor:
-    """The similarity [B] of maps a and b [B,h,w]; for SSIM and HOG they are scaled to [0, 1] at image size."""
+    """The similarity [B] of maps [B,h,w]; for SSIM and HOG they are scaled to [0, 1] at image size."""
     if similarity == "spearman":
         return spearman(a.flatten(1), b.flatten(1))
     if similarity == "spearman-abs":
@@ -103,10 +103,10 @@ def similar(
 
 
 def stages(vit: Anatomy) -> list[Stage]:
-    """The stages of a model in the order they are randomised, by their parameters' names.
+    """The stages of a model, in the order of randomisation, with the names of their parameters.
 
-    Head, final norm, blocks last to first, embedding. The gradient shows what the classifier reads after the blocks;
-    the embedding is the rest: patch projection, prefix tokens, positions.
+    Head, final norm, blocks from last to first, embedding. Gradients show which parameters the classifier reads after
+    the blocks; all remaining ones (patch projection, prefix tokens, positions) belong to the embedding.
     """
     named = {name.replace(".function.", "."): p for name, p in vit.net.named_parameters() if p.is_floating_point()}
     image = torch.zeros(1, *vit.input_shape, device=vit.device, dtype=vit.dtype)
@@ -114,8 +114,9 @@ def stages(vit: Anatomy) -> list[Stage]:
         vit.net.requires_grad_(True)
         last, between = vit.run(vit.embed(image)), [set[str]() for _ in range(vit.depth)]
         for i in filter(vit.changes, range(vit.depth)):
-            between[i] = _reached(named, vit.merge(i, vit.run(vit.embed(image), stop=i).detach()))
-        read, used = _reached(named, vit.readout(last.detach())), _reached(named, vit.readout(last))
+            between[i] = _with_gradient(named, vit.merge(i, vit.run(vit.embed(image), stop=i).detach()))
+        read = _with_gradient(named, vit.readout(last.detach()))
+        needed = _with_gradient(named, vit.readout(last))
         vit.net.requires_grad_(False)
     norms = {
         f"{where}.{name}".lstrip(".")
@@ -127,21 +128,21 @@ def stages(vit: Anatomy) -> list[Stage]:
     for i in reversed(range(vit.depth)):
         inside = {id(p) for p in vit.blocks[i].parameters()}
         order.append((f"block {i}", [name for name, p in named.items() if id(p) in inside or name in between[i]]))
-    taken = {name for _, names in order for name in names}
-    order.append(("embed", [name for name in named if name not in taken and (vit.head is None or name in used)]))
+    listed = {name for _, names in order for name in names}
+    order.append(("embed", [name for name in named if name not in listed and (vit.head is None or name in needed)]))
     return [(name, members) for name, members in order if members]
 
 
-def _reached(named: Mapping[str, Tensor], logits: Tensor) -> set[str]:
-    """The parameters that logits depend on."""
-    if not logits.requires_grad:  # a head without learnt parameters
+def _with_gradient(named: Mapping[str, Tensor], output: Tensor) -> set[str]:
+    """The names of the parameters that an output depends on."""
+    if not output.requires_grad:  # a head without learnt parameters
         return set()
-    found = torch.autograd.grad(logits.sum(), list(named.values()), allow_unused=True)
-    return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
+    gradients = torch.autograd.grad(output.sum(), list(named.values()), allow_unused=True)
+    return {name for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
 
 
 def twin(vit: Anatomy) -> Anatomy:
-    """The same model with its own copy of the parameters."""
+    """A copy of the model with its own parameters."""
     if vit.library in ("described", "own", "bag"):
         if not vit.castable:
             raise Unsupported(
@@ -151,28 +152,28 @@ def twin(vit: Anatomy) -> Anatomy:
         other = copy.deepcopy(vit)
         other.model.eval().requires_grad_(False)
         return other
-    about: dict[str, Any] = {"stage": getattr(vit, "stage", None)} if vit.hierarchical else {}
-    labels = {} if vit.labels is None or vit.head is not None else {"labels": vit.labels}
+    options: dict[str, Any] = {"stage": getattr(vit, "stage", None)} if vit.hierarchical else {}
+    options |= {"sigmoid": vit.sigmoid, "regression": vit.outputs.kind == "none"} if vit.head is None else {}
+    options |= {} if vit.labels is None or vit.head is not None else {"labels": vit.labels}
     model = copy.deepcopy(vit.model).eval().requires_grad_(False)
-    about |= {"sigmoid": vit.sigmoid, "regression": vit.outputs.kind == "none"} if vit.head is None else {}
-    copied = wrap(model, vit.head, name=vit.name, preprocess=vit.preprocess, **labels, **about)
+    copied = wrap(model, vit.head, name=vit.name, preprocess=vit.preprocess, **options)
     return copied if vit.head is None else copied.ask(vit.head, bind=False)
 
 
 def random_parameters(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Every parameter sampled from the seed, on the CPU.
+    """Random values of all parameters, sampled from the seed on the CPU.
 
-    Modules use their `reset_parameters`; other parameters (class token, positions) a normal of 0.02, truncated at 2.
+    Modules use their `reset_parameters`; other parameters (class token, positions) are normal with deviation 0.02.
     """
     model = copy.deepcopy(model).cpu()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+            parameters = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
             reset = getattr(module, "reset_parameters", None)
-            for parameter in own:
+            for parameter in parameters:
                 nn.init.trunc_normal_(parameter, std=0.02)
-            if own and callable(reset):
+            if parameters and callable(reset):
                 reset()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -182,22 +183,19 @@ def _random_twin(ask: Measure) -> tuple[Anatomy, list[Stage], dict[str, Tensor]]
     if "twin" not in ask.kept:
         other = twin(ask.vit)
         ask.kept["twin"] = other, stages(other), random_parameters(ask.vit.model, ask.seed)
-    found: tuple[Anatomy, list[Stage], dict[str, Tensor]] = ask.kept["twin"]
-    return found
+    cached: tuple[Anatomy, list[Stage], dict[str, Tensor]] = ask.kept["twin"]
+    return cached
 
 
-def _put(vit: Anatomy, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
-    theirs = dict(vit.model.named_parameters())
+def _set_parameters(vit: Anatomy, names: Iterable[str], values: Mapping[str, Tensor]) -> None:
+    parameters = dict(vit.model.named_parameters())
     with torch.no_grad():
         for name in names:
-            theirs[name].copy_(values[name])
+            parameters[name].copy_(values[name])
 
 
-def _smoothed(ask: Measure, vit: Anatomy, denoise: int) -> Tensor:
-    """The mean of the maps of `denoise` copies of each image, all but the last one with noise.
-
-    Its standard deviation is a tenth of the range of the image's values.
-    """
+def _denoised_maps(ask: Measure, vit: Anatomy, denoise: int) -> Tensor:
+    """The mean of the maps of each image and of `denoise` - 1 copies with noise, a tenth of the range of its values."""
     maps = ask.explain(vit, ask.images, ask.targets, ask.seed)
     if denoise == 1:
         return maps
@@ -214,14 +212,14 @@ def _randomised_maps(ask: Measure, order: Order, denoise: int) -> tuple[Tensor, 
     """The original maps, and those after each stage."""
     other, parts, random = _random_twin(ask)
     original = dict(ask.vit.model.named_parameters())
-    first = ask.maps if ask.current and denoise == 1 else _smoothed(ask, ask.vit, denoise)
+    first = ask.maps if ask.current and denoise == 1 else _denoised_maps(ask, ask.vit, denoise)
     maps = []
-    _put(other, original, original)
+    _set_parameters(other, original, original)
     for _, names in reversed(parts) if order == "bottom-up" else parts:
-        _put(other, names, random)
-        maps.append(_smoothed(ask, other, denoise))
+        _set_parameters(other, names, random)
+        maps.append(_denoised_maps(ask, other, denoise))
         if order == "independent":
-            _put(other, names, original)
+            _set_parameters(other, names, original)
     return first, maps
 
 
@@ -247,27 +245,27 @@ def randomisation(
 ) -> Measured:
     """Similarity of the map to the maps of the same model with randomised layers.
 
-    The mean over the stages: head, final norm, blocks from last to first, embedding. The class stays, weights are
-    sampled from the seed, and a copy of the model is used. A map that stays the same does not explain the model: lower
-    is better. Curve [B,S+1]: 1 before anything is random, then one value per stage. A constant map after a stage counts
-    0 for Spearman; where the map itself is constant there is no value. depth + 3 explanations per image, shared by all
-    similarities. Preset `smprt` (Hedström et al., 2024) begins at the embedding and averages each map over 50 copies.
+    The value is the mean over the stages: head, final norm, blocks from last to first, embedding. A map that does not
+    change does not explain the model, so lower is better. Random weights are sampled from the seed and set in a copy of
+    the model. Curve [B,S+1]: 1 for the original model, then one value per stage. If the map of a stage is constant, its
+    Spearman correlation is 0; if the map itself is constant, there is no value. All similarities share the depth + 3
+    explanations. Preset `smprt` (Hedström et al., 2024) begins at the embedding and averages the maps of 50 copies.
 
     Args:
         order: "cascading" keeps earlier stages random, "bottom-up" does so from the embedding to the head,
-            "independent" randomises one at a time.
-        denoise: Copies of each image whose maps are averaged, all but the last one with noise.
+            "independent" randomises one stage at a time.
+        denoise: Number of copies of each image whose maps are averaged; all but one have noise.
     """
     first, maps = ask.once(("randomised", order, denoise), lambda: _randomised_maps(ask, order, denoise))
     curve = torch.stack([similar(ask, first, other, similarity, ssim_window, cell) for other in (first, *maps)], 1)
-    found = _similarity_result(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
-    broken = (~torch.stack([m.flatten(1).isfinite().all(1) for m in maps]).all(0)).nonzero().flatten().tolist()
-    lost = dict.fromkeys(broken, "the map of a randomised model contains NaN or infinite values")
-    return replace(found, reasons={**found.reasons, **lost})
+    result = _similarity_result(first, curve[:, 1:].mean(1), curve, torch.arange(curve.shape[1]))
+    finite = torch.stack([m.flatten(1).isfinite().all(1) for m in maps]).all(0)
+    not_finite = reasons_where(~finite, "the map of a randomised model contains NaN or infinite values")
+    return replace(result, reasons={**result.reasons, **not_finite})
 
 
 def value_entropy(maps: Tensor, bins: int = 100) -> Tensor:
-    """The entropy [B] in nats of the histogram of each map's values, over equal bins from its lowest to its highest."""
+    """Entropy [B] in nats of the histogram of each map's values, with bins from its lowest to its highest value."""
     scaled = unit_range(maps).flatten(1)
     place = (scaled.nan_to_num() * bins).long().clamp_max(bins - 1)
     share = torch.zeros(len(scaled), bins, dtype=torch.float64, device=scaled.device)
@@ -286,26 +284,25 @@ def value_entropy(maps: Tensor, bins: int = 100) -> Tensor:
     cost="2 explanations",
 )
 def random_entropy(ask: Measure, bins: Annotated[int, Field(ge=2)] = 100) -> Measured:
-    """How much the values of the map lose order when all weights of the model are random.
+    """Relative increase of the entropy of the map when all weights of the model are random.
 
         (H(a_random) - H(a)) / H(a),   H the entropy of the histogram of the map's values
 
-    Values are counted wherever they are in the map: a map whose places change and whose values do not has 0. A constant
-    map has an entropy of 0 and no value.
+    The positions of the values do not count: a permutation of the values of a map has 0. A constant map has an entropy
+    of 0 and no value.
 
     Args:
-        bins: Bins of the histogram, from the map's lowest value to its highest.
+        bins: Number of bins of the histogram, from the lowest to the highest value of the map.
     """
     other, parts, random = _random_twin(ask)
-    _put(other, dict(ask.vit.model.named_parameters()), dict(ask.vit.model.named_parameters()))
-    _put(other, [name for _, names in parts for name in names], random)
+    original = dict(ask.vit.model.named_parameters())
+    _set_parameters(other, original, original)
+    _set_parameters(other, [name for _, names in parts for name in names], random)
     maps = ask.explain(other, ask.images, ask.targets, ask.seed)
     before = value_entropy(ask.maps, bins)
     values = (value_entropy(maps, bins) - before) / before
-    broken = values.isnan().nonzero().flatten().tolist()
-    reasons = dict.fromkeys(broken, "the map of the randomised model contains NaN or infinite values")
-    reasons |= dict.fromkeys((before == 0).nonzero().flatten().tolist(), "the map is constant: its entropy is 0")
-    values[list(reasons)] = torch.nan
+    reasons = reasons_where(values.isnan(), "the map of the randomised model contains NaN or infinite values")
+    reasons |= reasons_where(before == 0, "the map is constant: its entropy is 0")
     return Measured(values, reasons=reasons)
 
 
@@ -319,17 +316,17 @@ def random_floor(
     ssim_window: Window = "gaussian",
     cell: Cell = 16,
 ) -> Measured:
-    """Mean similarity of the map to random maps: the floor of `randomisation`.
+    """Mean similarity of the map to random maps: the expected value of `randomisation` for a random map.
 
-    The random maps are U(0, 1) at the map's resolution, sampled from the seed.
+    The random maps are uniform in [0, 1], at the resolution of the map.
 
     Args:
         samples: Number of random maps.
     """
     shape = ask.maps.shape
     noise = torch.rand(samples, *shape[1:], generator=torch.Generator().manual_seed(ask.seed)).to(ask.maps)
-    curve = torch.stack([similar(ask, ask.maps, one.expand(shape), similarity, ssim_window, cell) for one in noise], 1)
-    return _similarity_result(ask.maps, curve.mean(1))
+    values = [similar(ask, ask.maps, random.expand(shape), similarity, ssim_window, cell) for random in noise]
+    return _similarity_result(ask.maps, torch.stack(values, 1).mean(1))
 
 
 @register_metric(
@@ -352,10 +349,10 @@ def class_similarity(
 ) -> Measured:
     """Similarity of the map to the map of another class of the same image.
 
-    A map that depends on the class changes: lower is better. A method that ignores the class has 1.
+    Lower is better, because a map should depend on the class. A method that ignores the class has 1.
 
     Args:
-        other: The other class: the most probable one besides the class of the map, or one chosen at random.
+        other: The other class: the most probable one besides the class of the map, or a random one.
     """
     count, index = ask.vit.outcomes, ask.targets.index.cpu()
     if count < 2:
@@ -372,8 +369,5 @@ def class_similarity(
 
 
 def _similarity_result(maps: Tensor, values: Tensor, curve: Tensor | None = None, x: Tensor | None = None) -> Measured:
-    same = constant(maps.flatten(1)).nonzero().flatten()
-    reasons = {int(i): "the map is constant, so nothing can be similar to it" for i in same}
-    values = values.double()
-    values[list(reasons)] = torch.nan
+    reasons = reasons_where(constant(maps.flatten(1)), "the map is constant, so nothing can be similar to it")
     return Measured(values, curve, x, reasons=reasons)

@@ -1,4 +1,4 @@
-"""Random sets of patches: does what the map adds up to in a set agree with what hiding the set does to the score?"""
+"""Metrics that hide random sets of patches and compare the effects with the sums of the map over these sets."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pydantic import Field
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
-from patchlight.core.statistics import constant, pearson
+from patchlight.core.statistics import pearson
 from patchlight.evidence.ablation import PixelMasks, TokenSubsets
 from patchlight.evidence.fills import Fill, fill_images
-from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, register_metric
-from patchlight.metrics.deletion import check_tokens, count_cells, scored
-from patchlight.metrics.quantities import no_score
+from patchlight.metrics.base import Measure, Measured, MeasuredScore, TargetClass, no_score, register_metric
+from patchlight.metrics.deletion import check_tokens, class_scores, count_cells
+from patchlight.metrics.groups import undefined_correlation
 
 HiddenShare = Annotated[float, Field(gt=0, lt=1)]
 Removed = Literal["patch", "token"]
 
 
 def random_sets(count: int, share: float, patches: int, seed: int) -> Tensor:
-    """Indices [R,k] of the patches in random sets of one size, at least one and not all of them."""
+    """Indices [R,k] of the patches in R random sets of one size, at least one patch and not all."""
     if patches < 2:
         raise PatchlightError("the model has one patch, and a random set needs at least two to choose from")
     size = min(max(1, round(share * patches)), patches - 1)
@@ -31,15 +31,15 @@ def random_sets(count: int, share: float, patches: int, seed: int) -> Tensor:
 
 
 def set_effects(ask: Measure, sets: Tensor, unit: Removed, fill: Fill) -> tuple[Tensor, Tensor]:
-    """The sums of the maps over sets of patches [R,k], and the logits [B,R,C] of the images without each set."""
+    """Sums [B,R] of the maps over sets of patches [R,k], and logits [B,R,C] of the images without each set."""
     maps, count = ask.on_grid().flatten(1).double(), len(ask.images)
     sets = sets.to(maps.device)
     hidden = torch.zeros(len(sets), maps.shape[1], dtype=torch.bool, device=maps.device).scatter_(1, sets, True)
     owner = torch.arange(count).repeat_interleave(len(sets))
     if unit == "token":
         check_tokens(ask.vit, maps.shape[1] - sets.shape[1])
-        kept = (~hidden).nonzero()[:, 1].view(len(sets), -1).repeat(count, 1)
-        logits = ask.ablation.logits(TokenSubsets(owner, kept))
+        shown = (~hidden).nonzero()[:, 1].view(len(sets), -1).repeat(count, 1)
+        logits = ask.ablation.logits(TokenSubsets(owner, shown))
     else:
         masks = (~hidden).view(-1, *ask.vit.grid).repeat(count, *[1] * len(ask.vit.grid))
         filled = fill_images(fill, ask.images, ask.vit, ask.seed)
@@ -47,19 +47,11 @@ def set_effects(ask: Measure, sets: Tensor, unit: Removed, fill: Fill) -> tuple[
     return maps @ hidden.double().T, logits.view(count, len(sets), -1)
 
 
-def _undefined(ask: Measure, effects: Tensor, values: Tensor) -> dict[int, str]:
-    """Why images have no value: maps or effects that are constant."""
-    flat = constant(ask.maps.flatten(1)).cpu()
-    still = constant(effects).cpu() | values.isnan().cpu()
-    reasons = {int(i): "hiding any of the sets changes the score alike" for i in still.nonzero().flatten()}
-    return {**reasons, **{int(i): "the map is constant" for i in flat.nonzero().flatten()}}
-
-
 def _effects(ask: Measure, logits: Tensor, target_class: TargetClass, score: MeasuredScore) -> Tensor:
     """f(x) - f(x without the set) [B,R]."""
     targets = ask.of(target_class)
-    clean = scored(ask.logits()[:, None], targets, ask, score)
-    return (clean - scored(logits, targets, ask, score)).double()
+    clean = class_scores(ask.logits()[:, None], targets, ask, score)
+    return (clean - class_scores(logits, targets, ask, score)).double()
 
 
 @register_metric(
@@ -83,13 +75,13 @@ def faithfulness_correlation(
     target_class: TargetClass = "given",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Correlation of what the map adds up to in random sets of patches with what hiding each set does to the score.
+    """Correlation of the sums of the map over random sets of patches with the effects of hiding these sets.
 
         mean over shares of corr_r( sum_{i in S_r} m_i,  f(x) - f(x without S_r) )
 
-    The sets of a share have one size and are the same for all images. An additive model gives its own effects 1 and
-    their negative -1; factors and offsets of the map change nothing. Preset `ancona` is Sensitivity-n: set sizes from 1
-    to 80 %, logits. Curve [B,shares]: the correlation for each share.
+    All sets of a share have the same size, and all images the same sets. In an additive model, the true effects score 1
+    and their negative -1. Factors and offsets of the map do not matter. Preset `ancona` is Sensitivity-n: set sizes
+    from 1 to 80 %, logits. Curve [B,shares]: the correlation for each share.
 
     Args:
         samples: Number of sets for each share.
@@ -104,7 +96,8 @@ def faithfulness_correlation(
         columns.append(pearson(sums, effects.to(sums.device)))
     curve = torch.stack(columns, 1)
     values = curve.mean(1)
-    return Measured(values, curve, torch.tensor(shares).double(), reasons=_undefined(ask, effects, values))
+    reasons = undefined_correlation(ask, effects, values, "hiding any of the sets changes the score alike")
+    return Measured(values, curve, torch.tensor(shares).double(), reasons=reasons)
 
 
 @register_metric(
@@ -128,17 +121,17 @@ def infidelity(
     target_class: TargetClass = "given",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Mean squared error of the map as a prediction of what hiding random sets of patches does to the score.
+    """Mean squared error of the map as a prediction of the effects of hiding random sets of patches.
 
         mean_r ( b sum_{i in S_r} m_i - (f(x) - f(x without S_r)) )^2
 
-    Maps are read as contributions of the patches, not as gradients. b is 1, or the factor of at least 0 with the least
-    error, so that maps of any unit can be compared. A constant map is one prediction among others and has a value.
+    The values of the map are contributions of the patches, not gradients. b is the non-negative factor with the
+    smallest error, so that maps of any scale can be compared, or 1. A constant map has a value.
 
     Args:
         samples: Number of sets.
         share: Share of the patches that a set hides.
-        scaled: Whether b is the best factor for each image.
+        scaled: Whether b is fitted to each image; otherwise it is 1.
         unit: "patch" paints hidden patches with `fill`, "token" removes their tokens.
     """
     sets = random_sets(samples, share, count_cells(ask, unit), ask.seed)
@@ -173,19 +166,19 @@ def f_fidelity(
     target_class: TargetClass = "given",
     score: MeasuredScore = "auto",
 ) -> Measured:
-    """Drop of the score when a few of the highest patches are hidden at random, minus that for a few of the rest.
+    """Drop of the score when random patches among the highest are hidden, minus the drop for the remaining patches.
 
         mean over s of ( f(x) - E f(x without some of the s highest) ) - ( f(x) - E f(x without some of the rest) )
 
-    Each patch is hidden with a chance of `rate`, less where more than the share `most` of the image would be hidden: so
-    images stay close to the training data. The authors also fine-tune the model on such images; without, as here,
-    they call it R-Fidelity. Random maps have 0 if the shares are symmetric about one half. Parts: `plus` and `minus`,
-    the means of both drops; curve [B,shares]: their difference.
+    Each patch is hidden with probability `rate`, or less if more than the share `most` of the image would be hidden, so
+    that images stay close to the training data. Without fine-tuning the model on such images, as here, the authors call
+    the metric R-Fidelity. Random maps have 0 if the shares are symmetric about one half. Parts: `plus` and `minus`, the
+    means of both drops; curve [B,shares]: their difference.
 
     Args:
-        samples: Random subsets for each share and side.
+        samples: Number of random subsets for each share and side.
         shares: Shares s of the patches that count as the highest.
-        rate: Chance of each patch to be hidden.
+        rate: Probability that a patch is hidden.
         most: Largest expected share of the image that is hidden.
     """
     patches, count = count_cells(ask, "patch"), len(ask.images)
@@ -203,7 +196,7 @@ def f_fidelity(
             shown = ~(hidden & part[:, None]).reshape(count * samples, *ask.vit.grid)
             logits = ask.ablation.logits(PixelMasks(owner, shown, filled)).view(count, samples, -1)
             drops.append(_effects(ask, logits, target_class, score).mean(1))
-    both = {"plus": torch.stack(plus, 1), "minus": torch.stack(minus, 1)}
-    curve = both["plus"] - both["minus"]
-    parts = {name: drops.mean(1) for name, drops in both.items()}
+    drops_plus, drops_minus = torch.stack(plus, 1), torch.stack(minus, 1)
+    curve = drops_plus - drops_minus
+    parts = {"plus": drops_plus.mean(1), "minus": drops_minus.mean(1)}
     return Measured(curve.mean(1), curve, torch.tensor(shares).double(), parts)

@@ -21,7 +21,15 @@ from patchlight.core.drawing.pictures import percent, short
 from patchlight.core.targets import Targets, UnsplitLabels
 from patchlight.evidence.fills import Fill
 from patchlight.metrics.base import Measure, MeasuredScore, on_grid
-from patchlight.metrics.deletion import Removal, check_tokens, count_cells, measured, removed_logits, scored, thresholds
+from patchlight.metrics.deletion import (
+    Removal,
+    area_of_curve,
+    check_tokens,
+    class_scores,
+    count_cells,
+    removed_logits,
+    thresholds,
+)
 
 CHANCE = 0.05
 """A map is better than random if at most this share of random orders does as well."""
@@ -227,7 +235,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         if self.unit == "token":
-            check_tokens(self.vit, left=0)
+            check_tokens(self.vit, remaining=0)
 
     @property
     def removed(self) -> Tensor:
@@ -263,8 +271,8 @@ class Trial:
 
         def side(insert: bool) -> tuple[Tensor, Tensor, Tensor]:
             logits = removed_logits(ask, self.removed, insert, Removal(self.fill, self.unit))
-            curve = scored(logits, ask.targets, ask, self.score)
-            return logits.float().cpu(), curve.double().cpu(), measured(curve, self.removed).values.double().cpu()
+            curve = class_scores(logits, ask.targets, ask, self.score)
+            return logits.float().cpu(), curve.double().cpu(), area_of_curve(curve, self.removed).values.double().cpu()
 
         _, inserted, insertion_areas = side(insert=True)
         logits, deleted, deletion_areas = side(insert=False)
@@ -321,7 +329,7 @@ class Trial:
         ask = self._measure(torch.cat([scores[None].to(self.image), self._random_maps.to(self.image)]))
         hidden = removed_logits(ask, count, False, Removal(self.fill, self.unit))
         full = self.vit.logits(self.image).to(hidden).expand(len(hidden), 1, -1)
-        curves = scored(torch.cat([full, hidden], 1), ask.targets, ask, self.score).double().cpu()
+        curves = class_scores(torch.cat([full, hidden], 1), ask.targets, ask, self.score).double().cpu()
         order = ask.ranks(self.unit)[0].flatten().argsort()[: int(count)]
         return self._hiding(float(curves[0, 0]), float(curves[0, 1]), float(curves[1:, 1].mean())), order.tolist()
 

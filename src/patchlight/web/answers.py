@@ -47,7 +47,7 @@ def ablate(service: ModelService, request: schemas.AblateRequest) -> schemas.Abl
         fill = fill_images(request.fill, image, vit)
         logits = ablation.logits(PixelMasks(owner, shown.view(-1, *vit.grid), fill))
     else:
-        check_tokens(vit, left=int(shown.sum(1).min()))
+        check_tokens(vit, remaining=int(shown.sum(1).min()))
         logits = ablation.logits([TokenSubsets(torch.zeros(1, dtype=torch.long), row.nonzero().T) for row in shown])
     whole, *variants = question.predictions(torch.cat([question.logits, logits.float().cpu()]), request.most)
     return schemas.AblateResult(whole=whole, variants=variants)

@@ -19,8 +19,7 @@ from patchlight.core.files import finite_or_none
 from patchlight.core.statistics import FEWEST, spearman
 from patchlight.core.targets import ScoreName, Targets, target_scores, top_classes
 from patchlight.evidence.fills import fill_images, painted
-from patchlight.metrics.base import MetricRequest
-from patchlight.metrics.quantities import lacking
+from patchlight.metrics.base import MetricRequest, lacking
 from patchlight.metrics.sanity import random_parameters, twin
 from patchlight.study.cost import explain_forwards, measure_seconds
 from patchlight.study.evaluate import unwrap

@@ -13,7 +13,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.evidence.ablation import Ablation
 from patchlight.evidence.fills import fill_images
-from patchlight.metrics.gap import removed_counts
+from patchlight.metrics.deletion import removed_counts
 from tests.families import images, shared
 from tests.literal.toys import Linear, linear
 from tests.metrics import literal
