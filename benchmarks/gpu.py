@@ -22,7 +22,7 @@ from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.evidence.rules import RULES
 from patchlight.methods.base import Ask
 from patchlight.methods.tis import activation_points
-from patchlight.methods.vitcx import clusters, cosine_distances, feature_maps, scaled
+from patchlight.methods.vitcx import clusters, cosine_distances, feature_maps, scale_to_unit
 from patchlight.testing import spearman
 
 PLAIN = RULES["plain"]
@@ -130,7 +130,7 @@ def _distance(vit: pl.Anatomy, images: torch.Tensor, wanted: int = 63) -> tuple[
     """The distance at which vit-cx finds about the published number of clusters, and that number."""
     ask = Ask(vit, images, Targets(torch.zeros(1, 1, dtype=torch.long)), "logit", 0, PLAIN)
     size = (images.shape[-2], images.shape[-1])
-    distances = cosine_distances(scaled(feature_maps(ask)[0].double(), size)[0], size)
+    distances = cosine_distances(scale_to_unit(feature_maps(ask)[0].double(), size)[0], size)
     tried = {t: int(clusters(distances, t).max()) + 1 for t in (0.5**k for k in torch.linspace(0, 8, 60).tolist())}
     best = min(tried, key=lambda t: abs(tried[t] - wanted))
     return best, tried[best]

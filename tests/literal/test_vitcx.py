@@ -27,11 +27,11 @@ from patchlight.methods.vitcx import (
     cluster_masks,
     clusters,
     cosine_distances,
-    draws,
     feature_maps,
     masked_scores,
     saliency,
-    scaled,
+    sample_noise,
+    scale_to_unit,
     upsampled,
 )
 from tests.families import build, images, shared
@@ -101,7 +101,7 @@ def test_vit_cx_is_the_papers(family: str, variant: Any) -> None:
     targets = Targets(torch.tensor([[1, 4], [0, 2]]), several=True)
     settings = {"distance": 0.25, "sigma": 0.7, "variant": variant, "chunk": 7}
     _, (found,) = compute(vit, batch, [resolve("vit-cx", settings)], targets, seed=2)
-    noise = draws(asked(vit, batch, [0], seed=2))
+    noise = sample_noise(asked(vit, batch, [0], seed=2))
     for b in range(2):
         target = int(targets.index[b, b])
         expected = literal_vit_cx(vit, batch[b : b + 1], target, 0.25, 0.7, noise, variant)
@@ -112,7 +112,7 @@ def test_vit_cx_is_the_papers(family: str, variant: Any) -> None:
 def test_patch_resolution_is_exact(size: tuple[int, int]) -> None:
     """Extremes and cosines of the upsampled maps, without upsampling them."""
     maps = torch.randn(9, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    masks, span = scaled(maps, size)
+    masks, span = scale_to_unit(maps, size)
     pixels = F.interpolate(maps[None], size, mode="bilinear")[0]
     torch.testing.assert_close(span, pixels.flatten(1).amax(1) - pixels.flatten(1).amin(1), atol=1e-12, rtol=0)
     full = F.interpolate(masks[None], size, mode="bilinear")[0]
@@ -123,9 +123,9 @@ def test_patch_resolution_is_exact(size: tuple[int, int]) -> None:
 
 def test_a_mask_ignores_shift_and_scale_and_turns_over_with_the_sign() -> None:
     maps = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    masks, _ = scaled(maps, (40, 48))
-    torch.testing.assert_close(scaled(3 * maps + 7, (40, 48))[0], masks)
-    torch.testing.assert_close(scaled(-maps, (40, 48))[0], 1 - masks)
+    masks, _ = scale_to_unit(maps, (40, 48))
+    torch.testing.assert_close(scale_to_unit(3 * maps + 7, (40, 48))[0], masks)
+    torch.testing.assert_close(scale_to_unit(-maps, (40, 48))[0], 1 - masks)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -137,7 +137,9 @@ def test_clusters_stay_below_the_threshold(on_device: bool) -> None:
         leader = _merge_nearest(distances[None], threshold, used)
         return (_number_clusters(leader, used) if on_device else clusters(distances[None], threshold))[0].tolist()
 
-    masks, _ = scaled(torch.rand(40, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), (32, 32))
+    masks, _ = scale_to_unit(
+        torch.rand(40, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), (32, 32)
+    )
     distances = cosine_distances(masks, (32, 32))
     for threshold in (0.1, 0.2, 0.3):
         labels = np.array(found(distances, threshold))
@@ -154,7 +156,7 @@ def test_clusters_stay_below_the_threshold(on_device: bool) -> None:
 
 
 def test_unused_masks_belong_to_no_cluster() -> None:
-    masks, _ = scaled(torch.rand(2, 30, 4, 4, generator=torch.Generator().manual_seed(3)).double(), (32, 32))
+    masks, _ = scale_to_unit(torch.rand(2, 30, 4, 4, generator=torch.Generator().manual_seed(3)).double(), (32, 32))
     distances, used = cosine_distances(masks, (32, 32)), torch.rand(2, 30) > 0.3
     labels = clusters(distances, 0.2, used)
     assert torch.equal(labels, _number_clusters(_merge_nearest(distances, 0.2, used), used))
@@ -174,10 +176,10 @@ def test_full_and_empty_masks() -> None:
 
     masks = torch.stack([torch.ones(4, 4), torch.zeros(4, 4)]).double()
     scores = causal_scores(
-        ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long), f(batch), draws(ask), 0.5, samples=3
+        ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long), f(batch), sample_noise(ask), 0.5, samples=3
     )
     torch.testing.assert_close(scores[0], f(batch)[0], atol=1e-10, rtol=0)
-    z = 0.5 * draws(ask)(torch.tensor([3, 4, 5]))
+    z = 0.5 * sample_noise(ask)(torch.tensor([3, 4, 5]))
     torch.testing.assert_close(scores[1], (f(z) - f(batch + z)).mean(0) + f(batch)[0], atol=1e-10, rtol=0)
     plain = masked_scores(ask, upsampled(masks, batch), torch.zeros(2, dtype=torch.long))
     torch.testing.assert_close(plain, f(torch.cat([batch, 0 * batch])), atol=1e-10, rtol=0)
@@ -185,14 +187,14 @@ def test_full_and_empty_masks() -> None:
 
 def test_noise_is_normal_and_its_own_by_index() -> None:
     vit = shared("vit")
-    noise = draws(asked(vit, images(vit, 2), [0], seed=4))
+    noise = sample_noise(asked(vit, images(vit, 2), [0], seed=4))
     some = noise(torch.arange(40))
     assert some.shape == (40, 3, 64, 64)
     assert abs(float(some.mean())) < 0.01
     assert abs(float(some.std()) - 1) < 0.01
     assert torch.equal(noise(torch.tensor([37, 3, 3, 16])), some[[37, 3, 3, 16]])
     assert len(some.flatten(1)[:, 0].unique()) == 40, "each mask has noise of its own"
-    assert not torch.equal(draws(asked(vit, images(vit, 2), [0], seed=5))(torch.arange(2)), some[:2])
+    assert not torch.equal(sample_noise(asked(vit, images(vit, 2), [0], seed=5))(torch.arange(2)), some[:2])
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -216,7 +218,9 @@ def test_no_noise_is_the_third_variant() -> None:
 
 
 def test_equal_scores_and_the_range_of_the_map() -> None:
-    masks, _ = scaled(torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), (32, 40))
+    masks, _ = scale_to_unit(
+        torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), (32, 40)
+    )
     coverage = F.interpolate(masks[None], (32, 40), mode="bilinear")[0].sum(0)
     same = torch.full((6, 2), 0.3)
     torch.testing.assert_close(
@@ -241,9 +245,9 @@ def test_noise_cancels_in_a_linear_model() -> None:
     batch = torch.randn(1, 3, 12, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ask = asked(vit, batch, [0, 2], score="logit")
     features, clean = feature_maps(ask)
-    masks = cluster_masks(scaled(features, (12, 16))[0], torch.tensor([[0, 1, 0, 2, 1]]), (12, 16))
+    masks = cluster_masks(scale_to_unit(features, (12, 16))[0], torch.tensor([[0, 1, 0, 2, 1]]), (12, 16))
     made = upsampled(masks, batch)
-    scores = causal_scores(ask, made, torch.zeros(3, dtype=torch.long), clean, draws(ask), sigma=3.0)
+    scores = causal_scores(ask, made, torch.zeros(3, dtype=torch.long), clean, sample_noise(ask), sigma=3.0)
     expected = torch.stack([vit.logits(batch * m)[0, [0, 2]] for m in made(torch.arange(3))])
     torch.testing.assert_close(scores, expected, atol=1e-10, rtol=0)
 
@@ -258,7 +262,7 @@ def test_constant_channels_are_left_out() -> None:
     _, (found,) = compute(Linear(weight), batch, [request], targets, 0)
     features, _ = feature_maps(asked(whole, batch, [0]))
     for b in range(2):
-        masks = scaled(features[b, [0, 1, 3, 4]], (12, 16))[0]
+        masks = scale_to_unit(features[b, [0, 1, 3, 4]], (12, 16))[0]
         ask = asked(whole, batch[b : b + 1], [b], score="logit")
         expected = saliency(
             masked_scores(ask, upsampled(masks, batch), torch.zeros(4, dtype=torch.long)), masks, (12, 16)
@@ -343,7 +347,7 @@ def test_the_number_of_masks_is_reported(variant: Any, tmp_path: Path) -> None:
     batch = images(vit, 3)
     settings = {"distance": 0.25, "variant": variant, "random_masks": 24}
     att = pl.explain(vit, batch, "vit-cx", 1, batch_size=2, **settings)
-    channels, _ = scaled(feature_maps(asked(vit, batch, [1]))[0], vit.extent)
+    channels, _ = scale_to_unit(feature_maps(asked(vit, batch, [1]))[0], vit.extent)
     literal = [len(merged(cosine_distances(one, vit.extent), 0.25)) for one in channels]
     expected = {"full": literal, 1: [48] * 3, 2: [24] * 3}[variant]
     assert list(att.facts["masks"]) == expected

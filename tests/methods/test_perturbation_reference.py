@@ -23,7 +23,7 @@ from patchlight.methods.vitcx import (
     cosine_distances,
     feature_maps,
     saliency,
-    scaled,
+    scale_to_unit,
     upsampled,
 )
 from patchlight.testing import spearman
@@ -122,7 +122,7 @@ def test_vit_cx_clusters_are_theirs(image: int) -> None:
     saved = reference("vitcx")
     features, _ = feature_maps(asked("vitcx", slice(image, image + 1)))
     close(features, saved["features14"][image], 1e-3)
-    labels = clusters(cosine_distances(scaled(features.double(), SIZE)[0], SIZE), 0.1)[0]
+    labels = clusters(cosine_distances(scale_to_unit(features.double(), SIZE)[0], SIZE), 0.1)[0]
     pairs = set(zip(labels.tolist(), saved["cluster_labels"][image].tolist(), strict=True))
     assert len(pairs) == labels.max() + 1 == saved["K"][image], "not the same partition"
 
@@ -136,7 +136,7 @@ def test_vit_cx_scores_and_maps_are_theirs_given_their_noise(image: int) -> None
     ask = asked("vitcx", slice(image, image + 1))
     features, clean = feature_maps(ask)
     masks = cluster_masks(
-        scaled(features.double(), SIZE)[0],
+        scale_to_unit(features.double(), SIZE)[0],
         torch.from_numpy(saved["cluster_labels"][image].astype(np.int64))[None],
         SIZE,
     )

@@ -1,4 +1,4 @@
-"""AtMan: suppress attention to a patch, and to similar patches, in every layer; the loss in score is its relevance."""
+"""AtMan: the relevance of a patch is the drop of the score when attention to it is suppressed in every block."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Offset = Literal["min", "none"]
 
 
 class Suppress(Taps):
-    """Attention scores H scaled by key before the softmax: (H - min over keys of H) * F, or H * F without the offset.
+    """Scales attention scores H by key before the softmax: (H - min over keys of H) * F, or H * F without the offset.
 
-    `factors` F [B,N] has one factor per token. An attention pooling that reads only the patches is scaled too.
+    `factors` F [B,N] has one factor per token. Attention pooling is scaled as well.
     """
 
     def __init__(self, factors: Tensor, offset: Offset) -> None:
@@ -42,7 +42,7 @@ class Suppress(Taps):
 
 @dataclass(frozen=True)
 class Suppressed:
-    """Variant v is image owner[v], run with every attention scaled by factors[v] [V,N]."""
+    """Variants of images: image owner[v], with all attention scaled by factors[v] [V,N]."""
 
     owner: Tensor
     factors: Tensor
@@ -56,19 +56,18 @@ class Suppressed:
 
 
 def suppression(tokens: Tensor, layout: Layout, factor: float, kappa: float, neighbours: int | None) -> Tensor:
-    """Factors [B,P,N]: row i is for patch i, whose column and those of similar patches are suppressed.
+    """Factors [B,P,N] that suppress each patch i (row i) and similar patches.
 
-    With c = cos(e_i, e_k) of the tokens [B,N,D] at the transformer's input, a patch k with c >= kappa (at most
-    `neighbours`, the most similar first) gets (1 - factor) (1 - c) + factor; prefix and suffix tokens keep 1.
+    With c = cos(e_i, e_k) of the tokens [B,N,D] that enter block 0, the factor of a patch k with c >= kappa (at most
+    `neighbours`, the most similar first) is (1 - factor) (1 - c) + factor. Prefix and suffix tokens have 1.
     """
     unit = F.normalize(layout.of_cells(tokens).double(), dim=-1)
     cosine = unit @ unit.mT
     itself = torch.eye(cosine.shape[1], dtype=torch.bool, device=cosine.device)
     similar = (cosine >= kappa) & ~itself
     if neighbours is not None and neighbours < cosine.shape[1] - 1:
-        others = cosine.masked_fill(itself, -torch.inf)
-        best = others.topk(neighbours, -1).indices
-        similar = similar & torch.zeros_like(similar).scatter(-1, best, True)
+        most_similar = cosine.masked_fill(itself, -torch.inf).topk(neighbours, -1).indices
+        similar = similar & torch.zeros_like(similar).scatter(-1, most_similar, True)
     scaled = torch.where(similar, (1 - factor) * (1 - cosine) + factor, 1.0).masked_fill(itself, factor)
     ones = scaled.new_ones(*scaled.shape[:2], tokens.shape[1])
     return ones.index_copy(2, layout.place.to(scaled.device), scaled.repeat_interleave(layout.per_cell, 2))
@@ -106,34 +105,33 @@ def atman(
     offset: Offset = "min",
     neighbours: Count | None = None,
 ) -> Tensor:
-    """How much the loss rises when attention to a patch is suppressed in every block.
+    """Increase of the loss when attention to a patch is suppressed in every block.
 
         R_i = log p_c(image) - log p_c(patch i suppressed)
 
-    To suppress patch i, the pre-softmax scores H of all heads and blocks become (H - min_keys H) F. F is `factor` in
-    column i, (1 - factor) (1 - cos) + factor in the columns of patches with similar embeddings, and 1 elsewhere, always
-    in the columns of prefix tokens. With `factor=0` the patch is still seen, at the row's lowest score. A pair of
-    classes is explained by log p_a - log p_b; score "logit", or a callable, by its drop. Presets: `code` (kappa 0.6),
-    `panda` (0.75), `blip` (no offset, factor 0.05, kappa 0.1, 150 neighbours).
+    To suppress patch i, the attention scores H before the softmax, of all heads and blocks, are replaced by
+    (H - min_keys H) F. F is `factor` in column i, (1 - factor) (1 - cos) + factor in the columns of patches with
+    similar embeddings, and 1 in all other columns. With `factor=0` the patch has the lowest score of each row, so some
+    attention remains. For a pair of classes, log p_a - log p_b is explained; with score "logit" or a callable, that
+    score. Presets: `code` (kappa 0.6), `panda` (0.75), `blip` (no offset, factor 0.05, kappa 0.1, 150 neighbours).
 
     Args:
-        factor: What attention to the patch is multiplied by; the paper's suppression f is 1 - `factor`.
-        kappa: Patches whose cosine with the patch is at least this are suppressed with it; above 1 there are none.
-        offset: "min" first subtracts each row's lowest score. "none" does not, so that negative scores gain attention
-            when they are scaled towards 0.
+        factor: The factor of attention to the patch; the paper's suppression f is 1 - `factor`.
+        kappa: Smallest cosine of patches that are suppressed together with the patch; above 1 there are none.
+        offset: "min" subtracts the lowest score of each row first. "none" does not, so that negative scores, scaled
+            towards 0, gain attention.
         neighbours: Maximum number of similar patches, the most similar first; None: all.
     """
     vit, count = ask.vit, len(ask.images)
     with torch.no_grad(), vit.steady():
         factors = suppression(vit.embed(ask.images), vit.layout, factor, kappa, neighbours)
     factors = torch.cat([torch.ones_like(factors[:, :1]), factors], 1)
-    each = factors.shape[1]
-    variants = Suppressed(owners(ask, each), factors.flatten(0, 1), offset)
+    variants = Suppressed(owners(ask, factors.shape[1]), factors.flatten(0, 1), offset)
     logits = ask.ablation.logits(variants)
     plain = ask.score != "probability"
     targets = ask.targets[variants.owner]
     values = logits if plain else log_probabilities(logits, vit.outputs)
     score, outputs = (ask.score, vit.outputs) if plain else ("logit", Outputs())
-    scores = target_scores(values, targets, score, outputs).view(count, each, -1)
-    lost: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)
-    return lost
+    scores = target_scores(values, targets, score, outputs).view(count, factors.shape[1], -1)
+    drop: Tensor = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, vit.grid)
+    return drop

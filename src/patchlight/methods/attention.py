@@ -1,4 +1,4 @@
-"""Methods that read the attention matrices, alone, with their gradients, or with input times gradient."""
+"""Methods based on attention matrices: alone, with their gradients, or with input times gradient."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_from(b: Evidence) -> Tensor:
     cost="1 forward",
 )
 def rawatt(b: Evidence) -> Matrix:
-    """Attention of one block, averaged over its heads; ignores the class.
+    """Attention of one block, averaged over its heads. It ignores the class.
 
     R = (mean_h A_l)[CLS]
     """
@@ -69,17 +69,16 @@ def _discards(settings: Settings, vit: Anatomy) -> str | None:
 def rollout(
     b: Evidence, fusion: Literal["mean", "max", "min"] = "mean", discard: Annotated[float, Field(ge=0, lt=1)] = 0.0
 ) -> Matrix:
-    """Attention rollout: attention with skip connections, multiplied over the blocks; ignores the class.
+    """Attention rollout: attention with skip connections, multiplied over the blocks. It ignores the class.
 
         R = prod_l N(M_l + I),   M_l the fused heads of block l,   N divides each row by its sum
 
-    The map is the CLS row of R. With `discard`, or heads fused by max or min, the matrix is written out; otherwise only
-    rows of it are computed where that is faster. Presets: `chefer` starts at block 1 as that paper's scripts do,
-    `vit-explain` discards 0.9 and normalises along the wrong axis as that code does, `skipplus` does not normalise.
+    The map is the CLS row of R. Presets: `chefer` starts at block 1, as in that paper's scripts; `vit-explain` discards
+    0.9 and normalises along the wrong axis, as in that library; `skipplus` does not normalise.
 
     Args:
-        fusion: How the heads of a block become one matrix.
-        discard: Fraction of each fused matrix, its smallest entries, that is set to zero; CLS to CLS is kept.
+        fusion: How the heads of a block are combined to one matrix.
+        discard: Fraction of the smallest entries of each fused matrix that is set to zero; CLS to CLS is kept.
     """
     count = int(b.tokens**2 * discard)
     if fusion == "mean" and not count:
@@ -112,8 +111,8 @@ def genatt(b: Evidence, rectify: Literal["heads", "mean"] = "heads") -> Matrix:
     The map is the CLS row of R; nothing is normalised.
 
     Args:
-        rectify: "heads" takes the ReLU in each head. "mean" takes it after the mean over heads, as the copy in the BT
-            code does (preset `bt`); the matrix is then written out.
+        rectify: "heads" takes the ReLU in each head, "mean" after the mean over heads, as in the code of BT (preset
+            `bt`).
     """
     return b.matrix("relu(AG)") if rectify == "heads" else written(b.matrix("AG")).relu()
 
@@ -132,8 +131,7 @@ def gradsam(b: Evidence) -> Matrix:
 
         R = sum_l mean_h ReLU(A_l * G_l)
 
-    The map is the CLS row of R, which is `genatt.plus`. `readout="tokens"` averages over all rows instead, as the
-    original does.
+    The map is the CLS row of R, which is `genatt.plus`. `readout="tokens"` averages over all rows, as in the paper.
     """
     return b.matrix("relu(AG)")
 
@@ -148,21 +146,18 @@ def gradsam(b: Evidence) -> Matrix:
     matrix=True,
     composed={"relu": False},
     presets={"chefer": {"relu": True}, "skipplus": {"relu": False}},
-    constant=(
-        "every head's mean gradient is negative there, so the ReLU leaves nothing; preset='skipplus' keeps the signed "
-        "map"
-    ),
+    constant="all heads have negative mean gradients, so the ReLU is zero; preset='skipplus' keeps the signed map",
 )
 def attcam(b: Evidence, relu: bool = True) -> Matrix:
     """Grad-CAM on attention: the heads of the last block, weighted by their mean gradients.
 
         M = ReLU(mean_h w_h A_h),   w[h,i] = mean of G[h,i,j] over the patches j
 
-    The map is the CLS row of M. The default is Chefer's form; preset `skipplus` has no ReLU, nor have the compositions
-    `.plus`, `.skipplus` and `.rollout`.
+    The map is the CLS row of M. Preset `skipplus` and the compositions `.plus`, `.skipplus` and `.rollout` have no
+    ReLU.
 
     Args:
-        relu: Whether only the positive part of the matrix is kept.
+        relu: Whether the ReLU is applied.
     """
     matrix = b.matrix("A", rows=b.gradient_mean)
     return written(matrix).relu() if relu else matrix
@@ -199,7 +194,7 @@ def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> 
     cost="1 forward",
 )
 def attnfrom(b: Evidence) -> Tensor:
-    """Attention that each patch receives from all tokens in one block; ignores the class.
+    """Mean attention that each patch receives from all tokens in one block. It ignores the class.
 
     R_j = mean over heads h and tokens i of A_l[h,i,j]
     """
@@ -209,13 +204,13 @@ def attnfrom(b: Evidence) -> Tensor:
 Pair = Annotated[
     Literal["auto", "input", "output"],
     Field(
-        description="Which tokens x are: the output of block l, as in the SkipPLUS code, its input, as in the SkipPLUS "
-        "text and in AttCAT's code, or ('auto') the output under CLS pooling and the input where the classifier reads "
+        description="The tokens x: the 'output' of block l, as in the SkipPLUS code; its 'input', as in the SkipPLUS "
+        "paper and in AttCAT's code; or 'auto', the output with CLS pooling and the input if the classifier reads "
         "patches."
     ),
 ]
 Last = Annotated[
-    bool, Field(description="Whether the last block's output counts; under CLS pooling it has no gradient on patches.")
+    bool, Field(description="Whether the output of the last block is used; with CLS pooling, its gradient is zero.")
 ]
 
 
@@ -225,14 +220,14 @@ def _paired(settings: Settings) -> frozenset[str]:
 
 
 def _pair_of(settings: Settings, vit: Anatomy) -> Settings:
-    """Outputs if the classifier reads no patch, because the last one then has no gradient; otherwise inputs."""
+    """Resolve "auto": outputs if the classifier reads no patch, otherwise inputs."""
     pair = settings["pair"]
     if pair == "auto":
         pair = "output" if vit.pooling in ("cls", "cls+dist") else "input"
     return {"pair": pair}
 
 
-_NO_GRADIENT = "the last block's output is left out (and has no gradient on patches under CLS pooling); start earlier"
+_NO_GRADIENT = "the output of the last block is not used (with CLS pooling its gradient is zero); start earlier"
 _PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
 
 
@@ -272,8 +267,8 @@ def attixg(b: Evidence, pair: Pair = "auto", last: Last = False) -> Tensor:
 def attcat(b: Evidence, pair: Pair = "auto", last: Last = False) -> Tensor:
     """Input times gradient weighted by attention, summed over the blocks.
 
-    This is `attixg.plus`: under CLS pooling the sum covers the outputs of all blocks but the last, otherwise the inputs
-    of all blocks; preset `skipplus-code` uses the outputs everywhere. The map is signed.
+    This is `attixg.plus`. With CLS pooling, the sum is over the outputs of all blocks except the last, otherwise over
+    the inputs of all blocks; preset `skipplus-code` always uses the outputs. The map is signed.
     """
     return attixg(b, pair, last)
 

@@ -1,9 +1,9 @@
-"""What a method is. There are three kinds, each with a decorator: `layer_map`, `own_passes`, `ablates`.
+"""The three kinds of methods and their decorators: `layer_map`, `own_passes` and `ablates`.
 
-A *layer map* is a function of the `Evidence` of one block; it runs inside the pass, and a `Composition` combines the
-maps of the blocks. `.plus`, `.skipplus`, `.rollout` after a name replace the composition, `.libra`, … the rule. A
-method with *its own passes* is a function of an `Ask`: the model, the images and one class for each. A method that
-*ablates* scores variants of the images; its function takes an `Ask` with all classes at once.
+A *layer map* is a function of the `Evidence` of one block. It runs inside the pass, and a `Composition` combines the
+maps of the blocks. A suffix of the name replaces the composition (`.plus`, `.skipplus`, `.rollout`) or the backward
+rule (`.libra`, …). A method with *its own passes* is a function of an `Ask`: the model, the images and one class per
+image. A method that *ablates* scores variants of the images; its `Ask` has all classes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ GROUPS: Mapping[str, str] = {
     "attention": "attention eclip legrad tokentm transition",
     "gradients": "dave gradients",
     "decomposition": "decomposition decompx position relevance",
-    "CAM": "cams scorecam token_activation",
-    "perturbation": "atman caap hsic lime mda occlusion pami posterior rise search tis vitcx",
+    "CAM": "cams token_activation",
+    "perturbation": "atman caap hsic lime mda occlusion posterior rise search tis vitcx",
     "Shapley": "shapley",
     "trained": "trained.diffmask.method trained.shapley.method",
     "baseline": "random",
@@ -55,18 +55,18 @@ Needs = AbstractSet[str] | Callable[[Settings], AbstractSet[str]]
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The layer maps of one class, as compositions read them.
+    """The layer maps of one class: the input of a composition.
 
-    In a hierarchical model the blocks of each stage have their own N. `merged` turns a row over the tokens that enter
-    block l + 1 into one over those that leave block l; `lifted` turns values into those of the tokens that enter block
-    0. A merged token's share is split equally among its children.
+    In a hierarchical model, N differs between stages. `merged` converts a row over the tokens that enter block l + 1 to
+    a row over the tokens that leave block l; `lifted` converts values to the tokens that enter block 0. The share of a
+    merged token is split equally among the tokens that were merged.
 
     Args:
-        values: By block, vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`.
+        values: Vectors [B,N] or matrices [B,N,N] (to, from), which may be `Rows`, by block.
         vit: The model.
-        rows: Returns how the readout reads the states x_l [B,N_l], by l; the last is what the classifier reads.
+        rows: Returns the weights [B,N_l] with which the readout reads the states x_l, by l.
         end: The bias terms after the last block.
-        base: The method's map restricted to the blocks from one on, if it has a start.
+        base: Computes the method's map restricted to the blocks from a given one on, if it has a start.
     """
 
     values: Mapping[int, Any]
@@ -77,34 +77,31 @@ class LayerMaps:
 
     @property
     def pool(self) -> Tensor:
-        """How the classifier reads the last tokens [B,N]."""
+        """The weights [B,N] with which the classifier reads the last tokens."""
         return self.rows()[self.vit.depth]
 
     def arriving(self, row: Tensor, layer: int) -> Tensor:
-        """A row over the tokens that enter block `layer` as one over those that leave the block before it.
-
-        What the readout reads of these itself is added.
-        """
+        """`merged`, plus the weights with which the readout itself reads the tokens that leave the previous block."""
         row, rows = self.merged(row, layer), self.rows()
         return row + rows[layer] if layer in rows and layer < self.vit.depth else row
 
     def merged(self, row: Tensor, layer: int) -> Tensor:
-        """Turn a row over the tokens that enter block `layer` into one over those that leave the block before it."""
+        """Convert a row over the tokens that enter block `layer` to the tokens that leave the previous block."""
         merging = self.vit.merging(layer)
         return row if merging is None else merging.pull(row)
 
     def lifted(self, values: Tensor, layer: int) -> Tensor:
-        """Turn values [B,N] of the tokens entering block `layer` into those of block 0, with the same sum."""
+        """Convert values [B,N] of the tokens that enter block `layer` to those of block 0, with the same sum."""
         for index in range(layer, 0, -1):
             values = self.merged(values, index)
         return values
 
     def end_bias(self) -> Tensor | None:
-        """The bias terms after the last block, as values of the tokens that enter block 0."""
+        """The bias terms after the last block, converted to the tokens that enter block 0."""
         return None if self.end.bias is None else self.lifted(self.end.bias, self.vit.depth)
 
     def start_row(self, readout: str = "pooling") -> Tensor:
-        """The row vector that a product of matrices begins with: the classifier's, the CLS row, or a mean row."""
+        """The first row vector of a product of matrices: that of the classifier, the CLS row, or a mean."""
         if readout == "pooling":
             return self.pool
         row = self.pool.new_zeros(self.pool.shape)
@@ -118,7 +115,7 @@ class LayerMaps:
         return row
 
     def vector(self, layer: int, readout: str = "pooling") -> Tensor:
-        """A block's map [B,N], lifted; for a matrix, the row that the classifier reads."""
+        """The map [B,N] of a block, `lifted`; of a matrix, the row that the classifier reads."""
         value = self.values[layer]
         if not isinstance(value, Matrix):
             raise PatchlightError("these layer maps only sum over tails of the model; use terms='tail'")
@@ -131,7 +128,7 @@ class LayerMaps:
 
 
 def follows_one_state(settings: Settings, vit: Anatomy) -> str | None:
-    """Why a method that starts at the tokens of the last block does not explain a readout of several."""
+    """Why a method that starts at the last block cannot explain a readout of several blocks; None if it can."""
     if not vit.several_states:
         return None
     blocks = f"{len(vit.reads)} blocks" if len(vit.reads) > 1 else "a block before the last"
@@ -147,12 +144,11 @@ class Composition:
 
     Args:
         function: A function of LayerMaps.
-        span: The blocks that it reads, from the model's depth and the settings.
-        name: The name, which may follow that of a method.
+        span: Returns the blocks that it reads, given the model's depth and the settings.
+        name: The suffix for names of methods.
         matrices_only: Whether the layer maps must be matrices.
         aliases: Other names.
-        staged: Whether it works on the stages of a hierarchical model, which have different tokens: it reads the maps
-            with `vector`, or pulls rows with `merged` and `lifted`.
+        staged: Whether it works on hierarchical models, because it uses `LayerMaps.vector`, `merged` and `lifted`.
     """
 
     function: Callable[..., Tensor]
@@ -174,11 +170,14 @@ class Composition:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Maps [B,T,h,w], or of one class [B,h,w], with their sampling error.
+    """Maps with their sampling errors.
 
-    `error` is the standard error of each value, NaN if not known, and `samples` [B] the number of masks, coalitions or
-    noises of each image's map; None if nothing was sampled. `facts` are other numbers that the method reports per image
-    [B], by name, such as "masks", the number of masks of ViT-CX after clustering.
+    Args:
+        maps: Maps [B,T,h,w], or of one class [B,h,w].
+        error: The standard error of each value, NaN if not known; None if nothing was sampled.
+        samples: The number [B] of masks, coalitions or noise samples of each image; None if nothing was sampled.
+        facts: Other numbers [B] that the method reports for each image, by name, such as "masks" of ViT-CX.
+        precision: The precision of the computation; "fp16+tf32" if batches differ.
     """
 
     maps: Tensor
@@ -186,48 +185,42 @@ class Estimate:
     samples: Tensor | None = None
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     precision: str = ""
-    """The precision it was computed in; "fp16+tf32" if batches differ."""
 
     @staticmethod
-    def stacked(parts: Sequence[Estimate]) -> Estimate:
-        """Join the maps of each class [B,h,w] to [B,T,h,w]."""
+    def stack(parts: Sequence[Estimate]) -> Estimate:
+        """Stack the maps [B,h,w] of the classes to [B,T,h,w]."""
         errors = [part.error for part in parts if part.error is not None]
+        counts = [part.samples for part in parts if part.samples is not None]
         return Estimate(
             torch.stack([part.maps for part in parts], 1),
             torch.stack(errors, 1) if errors else None,
-            Estimate._most([part.samples for part in parts if part.samples is not None]),
+            torch.stack(counts).amax(0) if counts else None,
             {name: torch.stack([part.facts[name] for part in parts]).amax(0) for name in parts[0].facts},
         )
 
     @staticmethod
     def concat(parts: Sequence[Estimate]) -> Estimate:
-        """Join the maps of several batches of images."""
+        """Concatenate the maps of several batches of images."""
         errors = [part.error for part in parts if part.error is not None]
         counts = [part.samples for part in parts if part.samples is not None]
-        maps, known = torch.cat([part.maps for part in parts]), len(errors) == len(parts)
-        facts = {name: torch.cat([part.facts[name] for part in parts]) for name in _shared_names(parts)}
-        precision = "+".join(dict.fromkeys(word for part in parts for word in part.precision.split("+")))
-        error, samples = torch.cat(errors) if known else None, torch.cat(counts) if counts else None
-        return Estimate(maps, error, samples, facts, precision)
-
-    def select(self, images: Tensor) -> Estimate:
-        """The estimate of some of the images, by index or by a boolean mask."""
-        here, there = images.to(self.maps.device), images.cpu()
+        names = [name for name in parts[0].facts if all(name in part.facts for part in parts)]
         return Estimate(
-            self.maps[here],
-            None if self.error is None else self.error[here],
-            None if self.samples is None else self.samples[there],
-            {name: values[there] for name, values in self.facts.items()},
+            torch.cat([part.maps for part in parts]),
+            torch.cat(errors) if len(errors) == len(parts) else None,
+            torch.cat(counts) if counts else None,
+            {name: torch.cat([part.facts[name] for part in parts]) for name in names},
+            "+".join(dict.fromkeys(word for part in parts for word in part.precision.split("+"))),
         )
 
-    @staticmethod
-    def _most(counts: Sequence[Tensor]) -> Tensor | None:
-        return torch.stack(list(counts)).amax(0) if counts else None
-
-
-def _shared_names(parts: Sequence[Estimate]) -> list[str]:
-    """The names of the facts that all parts report."""
-    return [name for name in parts[0].facts if all(name in part.facts for part in parts)]
+    def select(self, images: Tensor) -> Estimate:
+        """The estimate of some of the images, given by index or by a boolean mask."""
+        on_device, on_cpu = images.to(self.maps.device), images.cpu()
+        return Estimate(
+            self.maps[on_device],
+            None if self.error is None else self.error[on_device],
+            None if self.samples is None else self.samples[on_cpu],
+            {name: values[on_cpu] for name, values in self.facts.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -245,7 +238,7 @@ class Ask:
         ablation_settings: The settings chunk, precision and compile of a method that ablates.
         precision: The precision of the passes of a method that does not ablate.
         shared: A cache for the methods that explain the same images and classes.
-        together: What several of these methods read of the forward pass of the images.
+        together: The evidence that several of these methods read from one forward pass over the images.
     """
 
     vit: Anatomy
@@ -266,7 +259,7 @@ class Ask:
         return Ablation(self.vit, self.images, **self.ablation_settings)
 
     def of(self, images: Tensor) -> Ask:
-        """The same for some of the images, by index."""
+        """The same request for some of the images, given by index."""
         return replace(
             self,
             images=self.images[images.to(self.images.device)],
@@ -276,17 +269,17 @@ class Ask:
         )
 
     def score_variants(self, variants: Variants | Sequence[Variants]) -> Tensor:
-        """The score of every variant for every class [V,T]."""
+        """The scores [V,T] of all variants for all classes."""
         return self.ablation.scores(variants, self.targets, self.score)
 
     def generator(self) -> torch.Generator:
-        """A CPU generator seeded by the seed alone: the same for each image, so that a batch equals a loop."""
+        """A CPU generator seeded by `seed` alone, so that a batch equals a loop over its images."""
         return torch.Generator().manual_seed(self.seed)
 
     def once(self, name: Hashable, compute: Callable[[], V]) -> V:
         """A result that several methods share, computed once for each score, rule and precision.
 
-        `name` must identify everything else it depends on, except the model, the images, the classes and the seed.
+        `name` must identify all its other inputs, except the model, the images, the classes and the seed.
         """
         key = (name, self.score, self.rule.name, self.precision)
         if key not in self.shared:
@@ -294,30 +287,33 @@ class Ask:
         return self.shared[key]  # type: ignore[no-any-return]
 
     def forward(self, reads: Reads) -> tuple[Mapping[tuple[str, int], Tensor], Tensor]:
-        """Parts of the evidence, by letter and block, of a forward over the images; and their scores [B,T].
+        """Evidence by letter and block, and the scores [B,T], from a forward over the images.
 
-        Methods that explain the same images share that forward.
+        Methods that explain the same images share the forward.
         """
         shares = bool(self.together) and reads <= self.together
-        wanted = self.together if shares else reads
+        reads = self.together if shares else reads
 
         def run() -> tuple[Mapping[tuple[str, int], Tensor], Tensor]:
-            parts = sorted({part for part, _ in wanted})
-            layers = [tuple(layer for p, layer in wanted if p == part) for part in parts]
+            parts = sorted({part for part, _ in reads})
             jobs = [
-                LayerJob(lambda b, part=part: b.read(part), frozenset({part}), own)  # type: ignore[misc]
-                for part, own in zip(parts, layers, strict=True)
+                LayerJob(
+                    lambda b, part=part: b.read(part),  # type: ignore[misc]
+                    frozenset({part}),
+                    tuple(layer for p, layer in reads if p == part),
+                )
+                for part in parts
             ]
-            seen = self.run(jobs)
-            values = {(part, layer): v for j, part in enumerate(parts) for layer, v in seen.layers(j).items()}
-            return values, seen.scores
+            result = self.run(jobs)
+            values = {(part, layer): v for j, part in enumerate(parts) for layer, v in result.layers(j).items()}
+            return values, result.scores
 
         return self.once("forward", run) if shares else run()
 
     def run(self, jobs: Iterable[LayerJob], images: Tensor | None = None, tokens: Tensor | None = None) -> Pass:
-        """Run a pass over other images, or over tokens that enter block 0, with the same classes and score.
+        """Run a pass over other images, or over tokens that enter block 0, for the same classes and score.
 
-        Either may contain k variants of each image: k batches of B, one after another.
+        Both may contain k variants of each image, as k batches of B.
         """
         images = self.images if images is None else images
         targets = self.targets.repeat(len(images if tokens is None else tokens) // len(self.images))
@@ -327,15 +323,22 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Method(Entry):
-    """Fields that all kinds of method have.
+    """The fields of all kinds of methods.
 
-    `levels`: resolutions of its map, the default first. `score`: what it explains by default. `exact`: a batch equals
-    single calls up to rounding (otherwise only in rank, because rounding flips a choice or is amplified). `unsigned`:
-    the sign of the score does not matter. `advice`: why a map is degenerate, known beforehand; `constant`: why a map
-    may be constant, and what to use instead. `refuses`: why a model cannot be explained with these settings. `depends`:
-    what its maps depend on besides code, settings and model, such as the weights of an explainer, as text. `precision`:
-    the meaning of "auto" on CUDA, the fastest that keeps the order of the patches. `adapts`: the values of settings
-    that follow from the model.
+    Args:
+        cost: The number of passes, in words.
+        levels: Resolutions of the map, the default first.
+        score: The default of what is explained.
+        exact: Whether a batch equals single calls up to rounding; otherwise only in rank, as rounding is amplified.
+        stochastic: Whether the map depends on the seed.
+        nonnegative: Whether the map has no negative values.
+        unsigned: Whether the sign of the score does not matter.
+        advice: Why the map is degenerate with these settings; None if it is not.
+        constant: Why a map may be constant, and what to use instead.
+        refuses: Why a model cannot be explained with these settings; None if it can.
+        depends: What the maps depend on besides code, settings and model, such as the weights of an explainer.
+        precision: The meaning of "auto" on CUDA: the fastest precision that keeps the order of the patches.
+        adapts: The values of settings that follow from the model.
     """
 
     paper: str = field()
@@ -355,7 +358,7 @@ class Method(Entry):
 
     @property
     def group(self) -> str:
-        """The group of `GROUPS` that it is listed in."""
+        """The group in `GROUPS`."""
         return _GROUP_OF.get(self.function.__module__, "other")
 
     @property
@@ -365,23 +368,24 @@ class Method(Entry):
 
     @property
     def composition(self) -> Composition | None:
-        """How its layer maps are combined, if it has some."""
+        """The default composition, if it has layer maps."""
         return None
 
-    def needed(self, settings: Settings) -> frozenset[str]:
+    def evidence(self, settings: Settings) -> frozenset[str]:
         """The parts of the evidence that it reads."""
         return frozenset()
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
-        """Its settings under a composition."""
-        own = {**settings_of(self.function), **(composition.settings if composition is not None else {})}
-        if len(self.levels) > 1 and "level" not in own:
-            own["level"] = Setting("level", Level, self.levels[0], "One value for each patch token, or for each pixel.")
-        return own
+        """The settings of the method and of a composition."""
+        settings = {**settings_of(self.function), **(composition.settings if composition is not None else {})}
+        if len(self.levels) > 1 and "level" not in settings:
+            text = "One value for each patch token, or for each pixel."
+            settings["level"] = Setting("level", Level, self.levels[0], text)
+        return settings
 
 
 PASSES = {"precision": Setting("precision", PassPrecision, "auto", PRECISION)}
-"""Settings of everything that runs passes."""
+"""Settings of all methods that run passes."""
 CAPTURED = {
     "compile": Setting(
         "compile",
@@ -394,11 +398,15 @@ CAPTURED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReadsBlocks(Method):
-    """What layer maps and methods with their own passes share.
+    """The common fields of layer maps and methods with their own passes.
 
-    `needs`: the parts of the evidence it reads. `combine`: how its layer maps are combined; `matrix`: they are
-    matrices. `composable`: why no other composition may follow its name, if so; `composed`: defaults that change under
-    one. `features`: it reads the activations of one place, in a hierarchical model its feature map.
+    Args:
+        needs: The parts of the evidence that it reads, or a function of the settings.
+        combine: The default composition.
+        matrix: Whether the layer maps are matrices.
+        composable: Why no other composition can be used; None if it can.
+        composed: Defaults under other compositions.
+        features: Whether it reads activations at one place, which is the feature map of a hierarchical model.
     """
 
     needs: Needs = frozenset()
@@ -419,50 +427,51 @@ class ReadsBlocks(Method):
         return self.combine
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
-        """The settings of the method and its composition."""
+        """The settings of the method and of a composition."""
         return {**super().settings(composition), **PASSES}
 
-    def needed(self, settings: Settings) -> frozenset[str]:
-        """The quantities that the method reads."""
+    def evidence(self, settings: Settings) -> frozenset[str]:
+        """The parts of the evidence that it reads."""
         return frozenset(self.needs(settings) if callable(self.needs) else self.needs)
-
-
-def _full_course(settings: Settings, vit: Anatomy) -> Course:
-    return WHOLE
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMap(ReadsBlocks):
     """A method inside the pass: a function of the Evidence of one block, and its composition.
 
-    `rule`: the backward rule that is part of it. `adds_end`: the bias terms after the last block belong to the map.
-    `course`: the pass it is computed in, if that does not explain the model's own score.
+    Args:
+        rule: The backward rule of the method.
+        adds_end: Whether the bias terms after the last block are added to the map.
+        course: The pass it is computed in, if that does not explain the model's own score.
     """
 
     needs: Needs = field()
     combine: Composition = field()
     rule: str = "plain"
     adds_end: bool = False
-    course: Callable[[Settings, Anatomy], Course] = _full_course
+    course: Callable[[Settings, Anatomy], Course] = lambda settings, vit: WHOLE
 
     def settings(self, composition: Composition | None) -> dict[str, Setting]:
-        """The settings of the method and its composition."""
+        """The settings of the method and of a composition."""
         return {**super().settings(composition), **CAPTURED}
 
     @property
     def ignores_class(self) -> bool:
-        """Whether it reads no gradient, with its default settings."""
+        """Whether it reads no gradient with default settings."""
         defaults = {key: setting.default for key, setting in self.settings(self.combine).items()}
-        return not self.needed(defaults) & BACKWARD
+        return not self.evidence(defaults) & BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPasses(ReadsBlocks):
-    """A method with its own passes: a function of an Ask with one class per image, to maps [B,h,w] or an Estimate.
+    """A method with its own passes: a function of an Ask with one class per image.
 
-    With `combine` it returns a Pass with the maps of the blocks `ask.layers`. `ruled`: backward rules apply to its
-    passes. `ignores_class`: every class gets the same map. `every_class`: its function takes all classes at once and
-    returns [B,T,h,w], without gradients.
+    It returns maps [B,h,w] or an Estimate; with `combine`, a Pass with the maps of the blocks `ask.layers`.
+
+    Args:
+        ruled: Whether backward rules apply to its passes.
+        ignores_class: Whether all classes have the same map.
+        every_class: Whether its function uses no gradients, takes all classes and returns [B,T,h,w].
     """
 
     ruled: bool = True
@@ -472,10 +481,12 @@ class OwnPasses(ReadsBlocks):
 
 @dataclass(frozen=True, kw_only=True)
 class Ablates(Method):
-    """A method that scores variants of the images: a function of an Ask with all classes at once.
+    """A method that scores variants of the images: a function of an Ask with all classes.
 
-    It returns maps [B,T,h,w], or an Estimate of them. `reads`: what it reads of the images' forward by `Ask.forward`,
-    which several such methods share.
+    It returns maps [B,T,h,w] or an Estimate.
+
+    Args:
+        reads: The evidence that it reads with `Ask.forward`, so that several methods can share one forward.
     """
 
     cost: str = "many forwards"
@@ -505,15 +516,14 @@ def register_composition(
     aliases: tuple[str, ...] = (),
     staged: bool = False,
 ) -> Callable[[Callable[..., Tensor]], Composition]:
-    """Register a function of LayerMaps as a composition that may follow a method's name.
+    """Register a function of LayerMaps as a composition whose name can be the suffix of a method's name.
 
     Args:
         name: Name of the composition.
-        span: The blocks it reads, from the model's depth and the settings.
+        span: Returns the blocks that it reads, given the model's depth and the settings.
         matrices_only: Whether the layer maps must be matrices.
         aliases: Other names.
-        staged: Whether it reads the blocks' maps by `LayerMaps.vector`, or pulls rows by `merged` and `lifted`, so that
-            it works on hierarchical models too.
+        staged: Whether it works on hierarchical models, because it uses `LayerMaps.vector`, `merged` and `lifted`.
     """
 
     def register(function: Callable[..., Tensor]) -> Composition:

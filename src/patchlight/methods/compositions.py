@@ -1,4 +1,4 @@
-"""Compositions: how the maps of the blocks are combined. `.plus`, `.skipplus` and `.rollout` can follow a name."""
+"""Compositions of the maps of several blocks: `.plus`, `.skipplus`, `.rollout`, and the defaults of methods."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from patchlight.methods.base import Composition, LayerMaps, register_composition
 Readout = Annotated[
     Literal["pooling", "cls", "patches", "tokens"],
     Field(
-        description="The row of a token-to-token matrix that is read: as the classifier pools, that of CLS, or the mean"
-        " over patches or all tokens."
+        description="The row of a token-to-token matrix that is read: that of the classifier's pooling, the CLS row, "
+        "or the mean over patches or all tokens."
     ),
 ]
 Start = Annotated[int, Field(description="The first block; negative numbers count from the last.")]
@@ -27,14 +27,14 @@ Scale = Annotated[float, Field(description="Factor of each matrix, against produ
 Terms = Annotated[
     Literal["layer", "tail"],
     Field(
-        description="'layer' sums single-block maps, as the paper's numbers do; 'tail' sums the method's own map "
-        "restricted to the blocks from each l on, the literal equation."
+        description="'layer' sums the maps of single blocks, as in the paper's experiments; 'tail' sums the method's "
+        "map restricted to the blocks from l on, for each l, as in its equation."
     ),
 ]
 
 
 def block_index(layer: int, depth: int) -> int:
-    """A 0-based block; negative ones count from the last, as in Python."""
+    """A 0-based index of a block; negative numbers count from the last block."""
     if not -depth <= layer < depth:
         raise PatchlightError(f"block {layer} does not exist; this model has blocks 0 to {depth - 1}")
     return layer % depth
@@ -65,7 +65,7 @@ FIRST = Composition(_first, lambda depth, s: (block_index(s["start"], depth),), 
 
 
 def _additive(maps: LayerMaps, start: Start = 0, readout: Readout = "pooling") -> Tensor:
-    """r <- r + r M_l from the last block to the first: the row of prod(I + M_l), never an N x N x N product."""
+    """r <- r + r M_l from the last block to the first: a row of prod(I + M_l), without matrix products."""
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
         row = maps.arriving(row, layer + 1)
@@ -87,8 +87,8 @@ def _rollout(
     """r <- r N((1 - residual) M_l + residual I) from the last block to the first.
 
     Args:
-        normalise: "rows" divides each row by its sum; "vit-explain" divides column j by the sum of row j, as that code
-            does; "none" divides nothing.
+        normalise: "rows" divides each row by its sum; "vit-explain" divides column j by the sum of row j, as in that
+            library; "none" does not divide.
     """
     row, layers = maps.start_row(readout), _from_start(maps.vit.depth, {"start": start})
     for layer in reversed(layers):
@@ -107,7 +107,7 @@ ROLLOUT = register_composition("rollout", span=_from_start, matrices_only=True, 
 
 
 def _plus(maps: LayerMaps, start: Start = 0, terms: Terms = "layer", readout: Readout = "pooling") -> Tensor:
-    """PLUS: the unweighted sum of the blocks' raw maps from `start` on."""
+    """PLUS: the unweighted sum of the maps of the blocks from `start` on."""
     layers = _from_start(maps.vit.depth, {"start": start})
     if terms == "layer":
         return torch.stack([maps.vector(layer, readout) for layer in layers]).sum(0)
@@ -121,7 +121,7 @@ PLUS = register_composition("plus", span=_from_start, staged=True)(_plus)
 
 
 def _sum(maps: LayerMaps, start: Start = 0, readout: Readout = "pooling") -> Tensor:
-    """PLUS, for names that mean a sum over the blocks from `start` on."""
+    """PLUS, without its setting `terms`."""
     return _plus(maps, start, readout=readout)
 
 
@@ -129,7 +129,7 @@ SUM = Composition(_sum, _from_start, staged=True)
 
 
 def _mean(maps: LayerMaps, start: Start = 0) -> Tensor:
-    """The mean of the blocks' maps [B,N] from `start` on."""
+    """The mean of the maps [B,N] of the blocks from `start` on."""
     layers = _from_start(maps.vit.depth, {"start": start})
     return torch.stack([maps.vector(layer) for layer in layers]).mean(0)
 
@@ -138,7 +138,7 @@ MEAN = Composition(_mean, _from_start)
 
 
 def half(depth: int, start: int | None, rounding: str = "ceil") -> int:
-    """SkipPLUS's first block: the given block, or m = ceil(L/2), or L//2 as in the released code."""
+    """The first block of SkipPLUS: `start` if given, otherwise ceil(L/2), or L // 2 as in the released code."""
     if start is not None:
         return block_index(start, depth)
     return math.ceil(depth / 2) if rounding == "ceil" else depth // 2
@@ -151,11 +151,11 @@ def _skipplus(
     terms: Terms = "layer",
     readout: Readout = "pooling",
 ) -> Tensor:
-    """SkipPLUS: PLUS over the upper half of the blocks, from m = ceil(L/2) unless `start` says otherwise.
+    """SkipPLUS: PLUS over the upper half of the blocks.
 
     Args:
-        start: The first block of the sum; None is m.
-        rounding: "ceil": m = ceil(L/2), as the paper. "floor": m = L // 2, as the released code.
+        start: The first block of the sum; None: m.
+        rounding: "ceil": m = ceil(L/2), as in the paper. "floor": m = L // 2, as in the released code.
     """
     return _plus(maps, half(maps.vit.depth, start, rounding), terms, readout)
 

@@ -1,8 +1,8 @@
-"""Norms of forward decompositions: how much of what attention adds to a token comes from each other token.
+"""Norms of forward decompositions: the contribution of each token to each other token in a block's attention.
 
-V[i,j] is the part of token i after a block's attention that comes from token j before it: sum_h A_h[i,j] w_j^h with
-w_j^h = W_O^h v_j^h, plus x_i where i = j. No full [N,N,D] tensor is created: l2 norms are quadratic forms in A, l1
-distances are computed for some rows at a time.
+V[i,j] is the part of token i after attention that comes from token j before it: sum_h A_h[i,j] w_j^h with w_j^h = W_O^h
+v_j^h, plus x_i if i = j. No [N,N,D] tensor is created: l2 norms are quadratic forms in A, and l1 distances are computed
+for a few rows at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from patchlight.methods.compositions import LAST, ROLLOUT, Readout, Residual, Sc
 
 FFN = Annotated[
     Literal["skip", "norm2"],
-    Field(description="'skip' uses V; 'norm2' uses V + LN2(V), as the SkipPLUS authors' port."),
+    Field(description="'skip' uses V; 'norm2' uses V + LN2(V), as in the implementation of the SkipPLUS authors."),
 ]
-ValueBias = Annotated[bool, Field(description="Whether V keeps the bias of the values; all other biases are left out.")]
+ValueBias = Annotated[bool, Field(description="Whether V includes the bias of the values; it has no other biases.")]
 _CHUNK = 32_000_000
 """Numbers in memory at once for an l1 distance."""
 
@@ -35,7 +35,7 @@ _CHUNK = 32_000_000
 def _product(
     maps: LayerMaps, start: Start = 0, residual: Residual = 0.0, scale: Scale = 1.0, readout: Readout = "pooling"
 ) -> Tensor:
-    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`; nothing is normalised."""
+    """r <- r ((1 - residual) scale M_l + residual I) from the last block to `start`, without normalisation."""
     return ROLLOUT.function(maps, start, residual, "none", scale, readout)
 
 
@@ -44,7 +44,7 @@ _PLAIN_PRODUCT = {"residual": 0.0, "normalise": "none"}
 
 
 def head_vectors(b: Evidence, value_bias: bool) -> Tensor:
-    """w_j^h = W_O^h v_j^h, layer scale included [B,N,H,D]; `value_bias` keeps W_V beta + b_V inside v."""
+    """w_j^h = W_O^h v_j^h [B,N,H,D], including layer scale; `value_bias` keeps W_V beta + b_V in v."""
     values = b.v
     if not value_bias:
         weight, bias = b.parts.qkv()
@@ -70,30 +70,30 @@ def _second_norm(b: Evidence) -> tuple[Tensor, Tensor]:
 
 
 def l2_norms(b: Evidence, w: Tensor, skip: bool, ffn: Literal["skip", "norm", "norm2"]) -> Tensor:
-    """||T_i V[i,j]|| [B,N,N], with the skip's x_i in V[i,i] or without.
+    """||T_i V[i,j]|| [B,N,N], with or without the skip's x_i in V[i,i].
 
     T_i is the identity (`skip`), the second norm's linear part gamma (V - mean V) / std_i (`norm`), or their sum
     (`norm2`).
     """
-    own = torch.einsum("bhnn,bnhe->bne", b.A, w)
-    own = own + b.x if skip else own
+    itself = torch.einsum("bhnn,bnhe->bne", b.A, w)  # V[i,i]
+    itself = itself + b.x if skip else itself
     if ffn == "skip":
-        squares, diagonal = _quadratic(b.A, w, w), own
+        squares, diagonal = _quadratic(b.A, w, w), itself
     else:
         gamma, inverse = _second_norm(b)
         normed = gamma * (w - w.mean(-1, keepdim=True))
         squares = _quadratic(b.A, normed, normed) * inverse**2
-        diagonal = gamma * (own - own.mean(-1, keepdim=True)) * inverse
+        diagonal = gamma * (itself - itself.mean(-1, keepdim=True)) * inverse
         if ffn == "norm2":
             squares = squares + 2 * inverse * _quadratic(b.A, w, normed) + _quadratic(b.A, w, w)
-            diagonal = diagonal + own
+            diagonal = diagonal + itself
     norms = squares.clamp(min=0).sqrt()
     norms.diagonal(dim1=1, dim2=2).copy_(torch.linalg.vector_norm(diagonal, dim=-1))
     return norms
 
 
 def l1_distances(b: Evidence, w: Tensor, y: Tensor, ffn: FFN) -> Tensor:
-    """||y_i - T_i V[i,j]||_1 [B,N,N] with x_i in V[i,i], some rows i at a time."""
+    """||y_i - T_i V[i,j]||_1 [B,N,N] with x_i in V[i,i], for a few rows i at a time."""
     B, N, D = b.x.shape
     size = max(1, _CHUNK // (B * N * D))
     result = b.x.new_empty(B, N, N)
@@ -115,8 +115,7 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     parts, reason = vit.parts(0), vit.no_linear_values()
     if reason is not None:
         return reason
-    alone = settings.get("vectors") == "attention"
-    if parts.norm1 is None and not alone:
+    if parts.norm1 is None and settings.get("vectors") != "attention":
         return f"{vit.name} has no norm before attention, so its tokens do not pass the block unchanged"
     normed = settings.get("vectors") == "norm" or settings.get("ffn") == "norm2"
     if normed and not isinstance(parts.norm2, nn.LayerNorm):
@@ -144,15 +143,15 @@ _norms = partial(
 def attin(
     b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: ValueBias = True
 ) -> Tensor:
-    """Size of the vectors that attention moves to the CLS token in the last block; ignores the class.
+    """Norms of the vectors that attention adds to the CLS token in the last block. It ignores the class.
 
         M[i,j] = || sum_h A_h[i,j] W_O^h v_j^h ||
 
-    The map is the CLS row of M. The output bias b_O is left out.
+    The map is the CLS row of M. The bias of the output projection is left out.
 
     Args:
-        vectors: "attention" is the formula above. "residual" adds x_i to the vector where i = j. "norm" also applies
-            the linear part of the second norm, gamma (V - mean V) / std(u_i).
+        vectors: "attention" is the formula. "residual" adds x_i to the vector if i = j. "norm" also applies the linear
+            part of the second norm, gamma (V - mean V) / std(u_i).
     """
     w = head_vectors(b, value_bias)
     return l2_norms(b, w, skip=vectors != "attention", ffn="norm" if vectors == "norm" else "skip")
@@ -166,14 +165,12 @@ def attin(
     presets={"skipplus": {"ffn": "norm2", "rounding": "floor"}},
 )
 def globenc(b: Evidence, ffn: FFN = "skip", value_bias: ValueBias = False) -> Tensor:
-    """Norms of the vectors that tokens pass to each other, multiplied over the blocks; ignores the class.
+    """Norms of the vectors that tokens contribute to each other, multiplied over the blocks. It ignores the class.
 
         R = prod_l M_l,   M_l[i,j] = ||V[i,j]||,   V with the skip connection, without the MLP
 
-    The map is the CLS row of R. No identity is added and no row is normalised, so the product may explode in deep
-    models; `scale` multiplies each matrix. Preset `skipplus` is the port of the SkipPLUS authors, with its L // 2.
-
-    Args:
+    The map is the CLS row of R. Nothing is normalised, so the product may explode in deep models; `scale` multiplies
+    each matrix. Preset `skipplus` is the implementation of the SkipPLUS authors, with L // 2.
     """
     return l2_norms(b, head_vectors(b, value_bias), skip=True, ffn=ffn)
 
@@ -191,17 +188,17 @@ def alti(
     reference: Literal["attn_out", "block_out"] = "attn_out",
     value_bias: ValueBias = False,
 ) -> Tensor:
-    """How much each token contributes to each other token, multiplied over the blocks; ignores the class.
+    """Contributions of each token to each other token, multiplied over the blocks. It ignores the class.
 
         R = prod_l C_l,   C_l[i,j] = ReLU(||y_i||_1 - ||y_i - V[i,j]||_1),   rows of C_l divided by their sum
 
-    The map is the CLS row of R. V is the same as in `globenc`. A row of zeros stays zero, with a warning. Preset
-    `skipplus` is the port of the SkipPLUS authors: y_i is the output of the block, V + LN2(V) replaces V, and the upper
-    half starts at L // 2; many rows are then zero.
+    The map is the CLS row of R, and V is that of `globenc`. A row of zeros remains zero, with a warning. Preset
+    `skipplus` is the implementation of the SkipPLUS authors: y_i is the output of the block, V + LN2(V) replaces V, and
+    the upper half starts at L // 2; many rows are then zero.
 
     Args:
-        reference: What y_i is: "attn_out", the token after attention and its skip connection, or "block_out", the
-            block's output.
+        reference: y_i: "attn_out", the token after attention and its skip connection, or "block_out", the output of the
+            block.
     """
     y = b.u if reference == "attn_out" else b.y
     scores = (y.abs().sum(-1, keepdim=True) - l1_distances(b, head_vectors(b, value_bias), y, ffn)).clamp_(min=0)

@@ -1,4 +1,4 @@
-"""DecompX: without bias in reverse mode, from one backward; with bias as a forward decomposition into N x N x D."""
+"""DecompX: without biases from one backward pass; with biases as a forward decomposition into N x N x D vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Bias = Literal["absdot", "norm", "equal", "cls", "none"]
 _CHUNK = 64_000_000
 """Numbers of the hidden vectors of an MLP in memory at once."""
 _SMALL = 1e-6
-"""Below this, the ratio act(h) / h is that of this value."""
+"""The smallest |h| in the ratio act(h) / h."""
 
 
 @layer_map(
@@ -32,22 +32,22 @@ _SMALL = 1e-6
     rule="libra",
 )
 def decompx(b: Evidence) -> Tensor:
-    """How much of the logit comes from each patch when the network is treated as linear.
+    """Contribution of each patch to the logit of the locally linear network.
 
         logit = sum_j a_j + const,   a_j = <J[j], x[j]>
 
-    x are the tokens that enter block `start`; the map is a, and biases are not part of it. Attention, the norms'
-    deviations and the ratios GELU(h)/h are held constant, so J is the gradient under the `libra` rule: one forward and
-    one backward pass replace N forwards per start. `.plus` and `.skipplus` sum over starts. In a gated MLP (SwiGLU)
-    each factor gets half of the product, so the sum holds there too.
+    x are the tokens that enter block `start`; the map is a, without biases. Attention, the deviations of the norms and
+    the ratios GELU(h)/h are constant, so J is the gradient under the `libra` rule: one backward pass replaces N forward
+    passes per start. `.plus` and `.skipplus` sum over starts. In a gated MLP (SwiGLU), each factor gets half of the
+    product.
     """
     return token_ixg(b)
 
 
 def share_bias(parts: Tensor, bias: Tensor | None, how: Bias) -> Tensor:
-    """Parts [n,J,E] of n vectors by their J sources, with a bias [E] shared among the sources.
+    """Add a bias [E] to the parts [n,J,E] of n vectors, distributed over the J sources.
 
-    The shares are proportional to |<part, bias>| ("absdot") or to the parts' norms, all equal, or all for source 0.
+    The shares are proportional to |<part, bias>| ("absdot") or to the norms of the parts, equal, or all for source 0.
     """
     if bias is None or how == "none":
         return parts
@@ -70,25 +70,25 @@ def _ratio(activation: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
 
 
 class _Decomposition:
-    """The tokens of one image after a block, as parts [N,J,D] by their sources, the tokens at the first block."""
+    """The tokens of one image after a block, as sums of parts [N,J,D] that come from the tokens at the first block."""
 
     def __init__(self, tokens: Tensor, how: Bias) -> None:
         self.how = how
         self.parts = torch.diag_embed(tokens.mT).permute(1, 2, 0)
 
     def norm(self, norm: Any, parts: Tensor, tokens: Tensor) -> Tensor:
-        """Parts through a layer norm whose deviation is that of the whole tokens [N,D]."""
+        """Apply a layer norm to parts, with the deviation of the tokens [N,D]."""
         deviation = (tokens.var(-1, unbiased=False) + norm.eps).rsqrt()
         scaled = (parts - parts.mean(-1, keepdim=True)) * deviation[:, None, None]
         return share_bias(scaled if norm.weight is None else scaled * norm.weight, norm.bias, self.how)
 
     def linear(self, layer: Any, parts: Tensor) -> Tensor:
-        """Parts through a linear map."""
-        found = linear(layer)
-        return share_bias(F.linear(parts, found.weight), found.bias, self.how)
+        """Apply a linear map to parts."""
+        weights = linear(layer)
+        return share_bias(F.linear(parts, weights.weight), weights.bias, self.how)
 
     def block(self, parts: Any, tokens: Tensor, heads: int) -> Tensor:
-        """Pass a block; returns the tokens [N,D] after it."""
+        """Apply a block, and return the tokens [N,D] after it."""
         normed = parts.norm1(tokens)
         weight, bias = parts.qkv()
         q, k, v = F.linear(normed, weight, bias).unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
@@ -110,7 +110,7 @@ class _Decomposition:
 
 
 def logit_gradients(ask: Ask, logits: Tensor) -> Tensor:
-    """The gradient [B,T,C] of each explained score for the logits [B,C]: 1 at its class, for a logit."""
+    """The gradient [B,T,C] of each explained score with respect to the logits [B,C]."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         scores = target_scores(leaf, ask.targets, ask.score, ask.vit.outputs)
@@ -127,17 +127,17 @@ def logit_gradients(ask: Ask, logits: Tensor) -> Tensor:
     cost="about one forward for each token and block, for all classes together",
 )
 def decompx_bias(ask: Ask, bias: Bias = "absdot", start: Start = 0) -> Tensor:
-    """The contribution of each patch to the logit, with every bias distributed over the tokens.
+    """Contribution of each patch to the logit, with all biases distributed over the tokens.
 
         logit = sum_j a_j,   V[i,j] <- V[i,j] + w_ij b,   w_ij = |<V[i,j], b>| / sum_k |<V[i,k], b>|
 
-    V[i,j] is the part of token i that comes from token j at block `start`; attention, the norms' deviations and the
-    ratios GELU(h)/h are held constant, as in `decompx`. Each bias b of the network is distributed over the sources by
-    w, so the values of all tokens, CLS included, sum to the logit. This needs the N x N x D vectors of the paper.
+    V[i,j] is the part of token i that comes from token j at block `start`; attention, the deviations of the norms and
+    the ratios GELU(h)/h are constant, as in `decompx`. Every bias b of the network is distributed over the sources with
+    weights w, so the values of all tokens, including CLS, sum to the logit.
 
     Args:
-        bias: By what a bias is shared: "absdot" is the formula, "norm" the size of V[i,j], "equal" shares it evenly,
-            "cls" gives it to the first token, and "none" leaves biases out, which equals `decompx`.
+        bias: The weights w: "absdot" is the formula, "norm" is proportional to ||V[i,j]||, "equal" is uniform, "cls"
+            selects the first token, and "none" leaves biases out, which equals `decompx`.
     """
     vit, ends = ask.vit, ask.vit.ends()
     assert ends is not None  # refuse_blocks
@@ -149,20 +149,12 @@ def decompx_bias(ask: Ask, bias: Bias = "absdot", start: Start = 0) -> Tensor:
         weights = logit_gradients(ask, logits)  # [B,T,C]
         head = linear(ends.head)
         for image, image_weights in zip(tokens, weights, strict=True):
-            found = _Decomposition(image, bias)
+            decomposition = _Decomposition(image, bias)
             for index in range(first, vit.depth):
-                image = found.block(vit.parts(index), image, vit.heads)
-            parts = found.norm(ends.norm, found.parts[:1], image[:1])[0]  # [J,D]
-            each = parts @ (image_weights @ head.weight).T  # [J,T]
-            constant = None if head.bias is None else image_weights @ head.bias
-            maps.append(_with_constant(each, constant, bias).T)
-    return torch.stack([vit.patches(one) for one in maps])
-
-
-def _with_constant(values: Tensor, constant: Tensor | None, how: Bias) -> Tensor:
-    """Values [J,T] by source, with the head's bias [T] shared among them."""
-    if constant is None:
-        return values
-    return torch.cat(
-        [share_bias(v[None, :, None], c[None], how)[0] for v, c in zip(values.T, constant, strict=True)], 1
-    )
+                image = decomposition.block(vit.parts(index), image, vit.heads)
+            parts = decomposition.norm(ends.norm, decomposition.parts[:1], image[:1])[0]  # [J,D]
+            values = (parts @ (image_weights @ head.weight).T).T[..., None]  # [T,J,1]
+            constants = [None] * len(values) if head.bias is None else (image_weights @ head.bias)[:, None]
+            shared = [share_bias(v[None], c, bias)[0, :, 0] for v, c in zip(values, constants, strict=True)]
+            maps.append(vit.patches(torch.stack(shared)))
+    return torch.stack(maps)

@@ -1,4 +1,4 @@
-"""Grad-ECLIP: values weighted by their channels' gradients and by the similarity of query and keys."""
+"""Grad-ECLIP: values weighted by the gradients of their channels and by the similarity of query and keys."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _flat(heads: Tensor) -> Tensor:
 
 
 def spatial_weights(q: Tensor, k: Tensor, cells: slice) -> Tensor:
-    """cos(q_i, k_j) over the whole width [B,Q,N], min-max over the patches j in `cells`; 0 where constant."""
+    """cos(q_i, k_j) over the full width [B,Q,N], min-max scaled over the patches j in `cells`; 0 where constant."""
     cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
     low, high = cosine[..., cells].aminmax(dim=-1, keepdim=True)
     return torch.where(high > low, (cosine - low) / (high - low), 0)
@@ -78,34 +78,31 @@ def spatial_weights(q: Tensor, k: Tensor, cells: slice) -> Tensor:
         "wo-ksim": {"heads": "single", "cosine": "none"},
     },
     cost="1 forward + 1 backward through the last block",
-    constant=(
-        "no patch has a positive gradient there, or all keys are equally similar to the query; cosine='none' ignores "
-        "the keys"
-    ),
+    constant="no gradient is positive, or all keys are equally similar to the query; cosine='none' ignores the keys",
 )
 def grad_eclip(
     b: Evidence, cosine: Cosine = "raw", heads: Literal["model", "single"] = "model", attention: Attended = "auto"
 ) -> Tensor:
-    """Values of the last block, weighted by their gradients and by how well the keys match the query.
+    """Values of the last block, weighted by their gradients and by the similarity of query and keys.
 
         R_j = lambda_j ReLU(sum_c w_c v_jc),   w = ds/do_CLS,   o = A v before the output projection
 
-    lambda_j is the cosine of q_CLS and k_j over the whole width, min-max scaled over the patches. sum_c w_c v_jc is
-    sum_h G_h[CLS,j], so no matrix of a head is written. Presets: `code` is the authors' notebook, `evaluation` their
-    evaluation, `wo-ksim` their form without lambda. Two extensions are ours: without CLS pooling each row that is read
-    has its own lambda, and the rows are averaged as they are read (`readout`); `layer` may be another block.
+    lambda_j is the cosine of q_CLS and k_j over the full width, min-max scaled over the patches. Presets: `code` is the
+    authors' notebook, `evaluation` their evaluation, `wo-ksim` their variant without lambda. Two extensions are ours:
+    without CLS pooling, every row that the classifier reads has its own lambda, and the rows are averaged with the
+    weights of `readout`; `layer` may be another block.
 
     Args:
-        cosine: Of queries and keys as they are ("raw", the paper), as the output projection maps them ("projected"), or
+        cosine: The cosine of queries and keys ("raw", the paper), of both after the output projection ("projected"), or
             lambda = 1 ("none").
-        heads: "single" computes the last block, and with it the score, with one head of the whole width, as the
-            authors' code does; that explains another model.
-        attention: Whose query, keys and values are read: the block's ("block"), the pooler's of a model that pools by
-            attention ("pooler"), or the pooler's where there is one ("auto").
+        heads: "single" computes the last block, and so the score, with one head of the full width, as in the authors'
+            code; this explains a different model.
+        attention: The attention that is read: that of the "block", that of the "pooler" of a model with attention
+            pooling, or "auto", the pooler's if there is one.
     """
-    weighed = (_flat(b.dO) @ _flat(b.v).mT).relu()
+    weighted = (_flat(b.dO) @ _flat(b.v).mT).relu()
     if cosine != "none":
         project = affine(b.parts.out) if cosine == "projected" else None
         q, k = (_flat(t) if project is None else project.to(t)(_flat(t)) for t in (b.q, b.k))
-        weighed = weighed * spatial_weights(q, k, b.cells)
-    return weighed.mean(1) if b.only_read else weighed
+        weighted = weighted * spatial_weights(q, k, b.cells)
+    return weighted.mean(1) if b.only_read else weighted

@@ -1,4 +1,4 @@
-"""Methods that read the gradients of tokens or pixels: plain gradients, averages, and FullGrad's bias terms."""
+"""Methods based on gradients of tokens or pixels: plain gradients, averages, and bias terms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ORDER = {"l1": 1, "l2": 2, "l4": 4, "linf": torch.inf}
 
 
 def reduced(values: Tensor, reduce: Reduce) -> Tensor:
-    """One value for the channels [..., D]: a norm, a sum, or the sum of their positive, negative or top part."""
+    """Reduce channels [..., D] to one value: a norm, a sum, or the sum of the positive, negative or largest ones."""
     if reduce in _ORDER:
         norm: Tensor = torch.linalg.vector_norm(values, _ORDER[reduce], -1)
         return norm
@@ -44,17 +44,17 @@ def reduced(values: Tensor, reduce: Reduce) -> Tensor:
 
 
 def input_times_gradient(b: Evidence) -> Tensor:
-    """x * g, channel by channel; the methods of one pass share it."""
+    """x * g for each channel; shared by the methods of a pass."""
     return b.once("xg", lambda: b.x * b.g)
 
 
 def token_ixg(b: Evidence) -> Tensor:
-    """CAT_l = sum over channels of x_l * g_l, [B,N]; the methods of one pass share it."""
+    """CAT_l = sum over channels of x_l * g_l [B,N]; shared by the methods of a pass."""
     return b.once("ixg", lambda: input_times_gradient(b).sum(-1))
 
 
 def degenerate_sum(settings: Settings, vit: Anatomy) -> str | None:
-    """The channels of a residual-stream gradient sum to zero, because every reader subtracts the channel mean."""
+    """Why a signed sum over the channels of a token's gradient is zero; None if it is not."""
     signed = settings["reduce"] == "sum" and settings.get("base", "signed") == "signed"
     if signed and settings.get("level") != "pixel":
         return (
@@ -65,7 +65,7 @@ def degenerate_sum(settings: Settings, vit: Anatomy) -> str | None:
 
 
 def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
-    """Plain IxG at the input of the last block of a CLS-pooled model is zero up to the norm's epsilon."""
+    """Why plain IxG is zero at the input of the last block of a model with CLS pooling; None if it is not."""
     if settings.get("level") == "pixel":
         return None
     start = settings.get("start")
@@ -89,12 +89,12 @@ def degenerate_ixg(settings: Settings, vit: Anatomy) -> str | None:
     advice=degenerate_sum,
 )
 def grad(b: Evidence, reduce: Reduce = "l2") -> Tensor:
-    """Size of the score's gradient at each patch or pixel.
+    """Magnitude of the gradient of the score at each patch or pixel.
 
         R_i = ||g_l[i]||_2   over the channels, at the input of block `start`, or of the image
 
     Args:
-        reduce: How channels become one value: a norm ("l1", "l2", "l4", "linf"), "sum" (noise at token level),
+        reduce: How channels are reduced to one value: a norm ("l1", "l2", "l4", "linf"), "sum" (noise at token level),
             "relu-sum" (of ReLU(g)), "neg-relu-sum" (of ReLU(-g)), or "top25", "top50", "top75" (the sum of the largest
             25, 50, 75 % of the channels).
     """
@@ -115,13 +115,13 @@ def ixg(b: Evidence) -> Tensor:
 
         R_i = sum_d x_l[i,d] g_l[i,d]   at the input of block `start`, or of the image
 
-    The map is signed. At token level x_0 includes the position embedding.
+    The map is signed. At token level, x_0 includes the position embedding.
     """
     return token_ixg(b)
 
 
 def _varied_input(ask: Ask, level: Level) -> Tensor:
-    """The input that is varied: the images [B,C,H,W], or the tokens x_0 [B,N,D]."""
+    """The images [B,C,H,W] for level "pixel", or the tokens x_0 [B,N,D]."""
     if level == "pixel":
         return ask.images
     with torch.no_grad(), ask.vit.steady():
@@ -133,34 +133,30 @@ def _weighted_sum(
     level: Level,
     variants: Callable[[slice], Tensor],
     weights: Sequence[float] | Tensor,
-    reads: LayerJob,
+    job: LayerJob,
     read: Callable[[Pass], Tensor],
 ) -> Tensor:
-    """sum_k w_k read(a pass over variant k of all images), several variants [k,B,...] per pass, requested in order.
+    """sum_k w_k read(a pass over variant k of all images); `variants` returns [k,B,...] and is called in order.
 
-    Weights [S,n] give S sums.
+    Weights [S,n] result in S sums.
     """
     images = len(ask.images)
-    each = max(1, rows_at_once(ask.vit) // images)
+    at_once = max(1, rows_at_once(ask.vit) // images)
     factors = torch.as_tensor(weights, dtype=ask.images.dtype).to(ask.images.device)
     count, total = factors.shape[-1], torch.zeros(())
 
-    def values_of(some: Tensor) -> Tensor:
-        rows = some.flatten(0, 1)
-        seen = ask.run([reads], rows) if level == "pixel" else ask.run([reads], tokens=rows)
-        values: Tensor = read(seen).unflatten(0, (-1, images))
+    def run_variants(inputs: Tensor) -> Tensor:
+        rows = inputs.flatten(0, 1)
+        result = ask.run([job], rows) if level == "pixel" else ask.run([job], tokens=rows)
+        values: Tensor = read(result).unflatten(0, (-1, images))
         return values
 
-    for begin in range(0, count, each):
-        part = slice(begin, min(begin + each, count))
-        values = in_memory(values_of, variants(part))
+    for begin in range(0, count, at_once):
+        part = slice(begin, min(begin + at_once, count))
+        values = in_memory(run_variants, variants(part))
         weighted = torch.tensordot(factors[..., part].to(values.dtype), values, 1)
         total = weighted if begin == 0 else total + weighted
     return total
-
-
-def _numbers(numbers: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, device=like.device, dtype=like.dtype)
 
 
 def _gradient_map(ask: Ask, level: Level, values: Tensor, reduce: Reduce) -> Tensor:
@@ -198,7 +194,7 @@ def smoothgrad(
 
         R = reduce(mean_k grad s(x + e_k)),   e_k ~ N(0, (sigma range)^2)
 
-    The noise is sampled from `seed` alone, so it is the same for every image. Presets: `idiap` (100 samples), `tis` and
+    The noise depends on `seed` only, so it is the same for every image. Presets: `idiap` (100 samples), `tis` and
     `skipplus` (captum's noise tunnel, sigma 1), `bt`. One forward and one backward pass per sample.
 
     Args:
@@ -207,8 +203,8 @@ def smoothgrad(
         relative: Whether sigma is a fraction of the image's range max - min, as in the paper; otherwise it is absolute.
         base: What is averaged: the gradient ("signed"), its absolute value ("abs"), or noisy input times gradient
             ("ixg"; use it with reduce="sum").
-        reduce: How channels become one value, as in `grad`.
-        level: "pixel": the noise is on the image. "token": it is on the tokens x_0.
+        reduce: How channels are reduced to one value, as in `grad`.
+        level: "pixel": noise is added to the image. "token": noise is added to the tokens x_0.
     """
     x = _varied_input(ask, level)
     span = x.flatten(1).amax(1) - x.flatten(1).amin(1) if relative else x.new_ones(len(x))
@@ -221,37 +217,37 @@ def smoothgrad(
 
     bases: dict[str, Callable[[Evidence], Tensor]] = {"signed": lambda e: e.g, "abs": lambda e: e.g.abs()}
     layer = PIXELS if level == "pixel" else 0
-    reads = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
+    job = LayerJob(bases.get(base, input_times_gradient), frozenset({"x", "g"}), (layer,))
     counts: list[Tensor] = []
 
     def score(images: Tensor, part: slice) -> Tensor:
-        """The sums of the gradients of 16 groups of samples, or fewer, [b,groups,...]."""
-        here = images.to(x.device)
+        """Sums of the gradients of at most 16 groups of samples [b,groups,...]."""
+        index = images.to(x.device)
 
-        def noisy(some: slice) -> Tensor:
-            noise = torch.stack([draw() for _ in range(some.start, some.stop)])
-            return x[here] + deviation[here] * noise[:, None].to(x.dtype)
+        def noisy(samples: slice) -> Tensor:
+            noise = torch.stack([draw() for _ in range(samples.start, samples.stop)])
+            return x[index] + deviation[index] * noise[:, None].to(x.dtype)
 
         n = part.stop - part.start
         member = (torch.arange(n) % GROUPS == torch.arange(min(GROUPS, n))[:, None]).double()
         counts.append(member.sum(1))
-        return _weighted_sum(ask.of(images), level, noisy, member, reads, lambda seen: seen.at(layer)).transpose(0, 1)
+        return _weighted_sum(ask.of(images), level, noisy, member, job, lambda result: result.at(layer)).transpose(0, 1)
 
     def estimate(images: Tensor, sums: Tensor) -> Estimate:
-        each = torch.cat(counts).to(sums)
+        sizes = torch.cat(counts).to(sums)
 
         def fit(weights: Tensor) -> Tensor:
-            mean = torch.tensordot(sums.movedim(1, -1), weights, 1) / (weights @ each)
+            mean = torch.tensordot(sums.movedim(1, -1), weights, 1) / (weights @ sizes)
             return _gradient_map(ask, level, mean, reduce)[:, None]
 
-        return jackknife(fit, len(each), sums)
+        return jackknife(fit, len(sizes), sums)
 
-    found = in_rounds(ask, samples, tolerance, score, estimate, first=8)
-    return replace(found, maps=found.maps[:, 0], error=None if found.error is None else found.error[:, 0])
+    result = in_rounds(ask, samples, tolerance, score, estimate, first=8)
+    return replace(result, maps=result.maps[:, 0], error=None if result.error is None else result.error[:, 0])
 
 
 def nodes(steps: int, quadrature: Quadrature) -> tuple[list[float], list[float]]:
-    """Points alpha_k in [0, 1] and weights w_k of a quadrature.
+    """The points alpha_k in [0, 1] and weights w_k of a quadrature.
 
     >>> nodes(2, "right")
     ([0.5, 1.0], [0.5, 0.5])
@@ -288,31 +284,31 @@ def ig(
 
         R = (x - x') * integral over [0,1] of grad s(x' + a (x - x')) da,   summed over the channels
 
-    x is x_0 (CLS and position embedding included), or the image at level="pixel". Near tokens of 0 the epsilon of the
-    first norm makes s change fast, so a complete token map takes hundreds of steps.
+    x are the tokens x_0 (including CLS and the position embedding), or the image at level="pixel". Close to tokens of
+    0, the epsilon of the first norm makes s change fast, so a complete token map takes hundreds of steps.
 
     Args:
         steps: Number K of points on the path.
-        quadrature: Gauss-Legendre, the right Riemann sum a_k = k/K ("right"), or both ends with weights 1/K
-            ("linspace").
-        baseline: The value that x' has everywhere.
-        integrand: A layer map, with its composition and rule, whose maps along the path of tokens are averaged, as
-            LibraGrad does (for ixg that has a factor a_k more than the textbook); None: the gradient.
+        quadrature: Gauss-Legendre, the right Riemann sum a_k = k/K ("right"), or equally spaced points including both
+            ends, with weights 1/K ("linspace").
+        baseline: The constant value of x'.
+        integrand: A layer map, with its composition and rule, whose maps along the path of tokens are averaged, as in
+            LibraGrad (for ixg this has an additional factor a_k); None: the gradient.
         level: "token": x are the tokens x_0. "pixel": x is the image.
     """
     x = _varied_input(ask, level)
     points, weights = nodes(steps, quadrature)
     span = x - baseline
-    alphas = _numbers(points, x).view(-1, *[1] * x.ndim)
+    alphas = torch.tensor(points, dtype=x.dtype, device=x.device).view(-1, *[1] * x.ndim)
 
-    def path(some: slice) -> Tensor:
-        return baseline + alphas[some] * span
+    def path(part: slice) -> Tensor:
+        return baseline + alphas[part] * span
 
     if integrand is not None:
         return _averaged_maps(ask, integrand, level, path, weights)
     layer = PIXELS if level == "pixel" else 0
-    reads = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
-    mean = _weighted_sum(ask, level, path, weights, reads, lambda seen: seen.at(layer))
+    job = LayerJob(lambda e: e.g, frozenset({"g"}), (layer,))
+    mean = _weighted_sum(ask, level, path, weights, job, lambda result: result.at(layer))
     span = ask.vit.channels_first(span).movedim(1, -1) if level == "pixel" else span
     return _gradient_map(ask, level, mean * span, "sum")
 
@@ -327,11 +323,12 @@ def _averaged_maps(
         )
     if request.rule.name != "plain":
         ask = replace(ask, rule=request.rule)
-    return _weighted_sum(ask, level, path, weights, job(request, ask.vit), lambda seen: finish(request, ask.vit, seen))
+    layer_job = job(request, ask.vit)
+    return _weighted_sum(ask, level, path, weights, layer_job, lambda result: finish(request, ask.vit, result))
 
 
 def _with_later_biases(maps: LayerMaps, start: int = 0) -> Tensor:
-    """CAT of block `start`, the biases of the blocks from there on, and those after the last block.
+    """CAT of block `start`, plus the bias terms of this block, of all later blocks and after the last block.
 
     Args:
         start: The first block; negative numbers count from the last.
@@ -358,9 +355,9 @@ def fullgrad(b: Evidence) -> tuple[Tensor, Tensor]:
 
         R = CAT_l + sum of the bias maps of blocks k >= l and of the final norm,   l = `start`
 
-    A bias b added to z has the map sum_d b_d (ds/dz)[i,d]. No absolute value, no scaling: the map is signed. Biases
-    behind the pooling belong to no token and are left out. `.plus` and `.skipplus` sum the maps of several starts,
-    which counts late biases often.
+    A bias b added to z has the map sum_d b_d (ds/dz)[i,d]. The map is signed and not scaled. Biases after the pooling
+    belong to no token and are left out. `.plus` and `.skipplus` sum the maps of several starts, so late biases count
+    several times.
     """
     return token_ixg(b), b.bias
 
@@ -380,9 +377,9 @@ def _bias_needs(settings: Settings) -> frozenset[str]:
 def fullgrad_plus(b: Evidence, include_bias: bool = True) -> Tensor:
     """Input times gradient plus bias contributions, summed over the blocks.
 
-        R = sum_l CAT_l + the map of every bias once, the final norm's included
+        R = sum_l CAT_l + sum of the bias maps of all blocks and of the final norm
 
-    The map is signed. The sum covers all blocks; `.skipplus` covers the upper half. Without biases this is `cat`.
+    The map is signed. `.skipplus` sums over the upper half of the blocks. Without biases this is `cat`.
 
     Args:
         include_bias: Whether the maps of the biases are added.

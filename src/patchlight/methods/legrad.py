@@ -1,4 +1,4 @@
-"""LeGrad: attention gradients of each block's own score."""
+"""LeGrad: gradients of attention for the score of each block's output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import MEAN, Readout
 
 Attended = Literal["auto", "block", "pooler"]
-"""Whose attention is read: the block's, that of an attention pooling, or the latter if there is one."""
+"""The attention that is read: that of the block, that of an attention pooling, or the pooling's if there is one."""
 
 
 def reads_pooler(settings: Settings, vit: Anatomy) -> bool:
@@ -53,22 +53,22 @@ def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     composable="it already is the mean over the blocks; start= selects them",
     cost="1 forward + 1 backward through each block alone",
     presets={"code": {"start": -2}},
-    constant="no head's gradient is positive there, so the ReLU leaves nothing",
+    constant="no gradient is positive, so the ReLU is zero",
 )
 def legrad(b: Evidence, readout: Readout = "tokens", attention: Attended = "auto") -> Tensor:
-    """LeGrad: positive attention gradients of each block's own score, averaged over the blocks.
+    """LeGrad: positive gradients of attention for the score of each block's output, averaged over the blocks.
 
         R_j = mean_l mean_hi ReLU(G_l[h,i,j]),   G_l = ds_l/dA_l
 
-    s_l is the score that the readout gives for block l's output in place of the last; attention itself is not
-    multiplied in. The input of a block is constant, and no N x N matrix is kept: G_l = dO_l v_l^T. The authors leave
-    out the final norm of a model that pools by attention, and subtract what an empty prompt shows; neither is done
-    here. Preset `code` takes the last two blocks as the released code does; the paper takes all.
+    s_l is the score when the readout is applied to the output of block l instead of the last block. The gradient is
+    that of the attention of block l only, and is not multiplied by attention. For models with attention pooling, the
+    authors also skip the final norm and subtract the map of an empty prompt; this is not done here. Preset `code` uses
+    the last two blocks, as in the released code.
 
     Args:
-        readout: What the head reads of a block's output: the mean of all "tokens", as the authors do, or of the
-            "patches", the "cls" token, or what the model's own "pooling" reads.
-        attention: Whose attention has the gradient: the block's ("block"), the pooler's of a model that pools by
-            attention, fed with each block's output ("pooler"), or the pooler's where there is one ("auto").
+        readout: The input of the head: the mean of all "tokens" of a block's output, as in the paper, or of its
+            "patches", its "cls" token, or the model's "pooling".
+        attention: The attention that is differentiated: that of the "block", that of the "pooler" of a model with
+            attention pooling, applied to each block's output, or "auto", the pooler's if there is one.
     """
     return b.positive_gradient

@@ -1,4 +1,4 @@
-"""Shared by masking methods: masks made inside the chunk, unequal numbers of dropped tokens, sliding windows."""
+"""Tools of masking methods: masks computed inside the chunk, unequal numbers of dropped tokens, sliding windows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Ratios = Annotated[list[Ratio], Field(min_length=1)]
 
 @dataclass(frozen=True)
 class MadeMasks:
-    """Variant v is image owner[v] where its mask is 1 and the fill where it is 0.
+    """Variants of images: image owner[v] where mask v is 1, and the fill where it is 0.
 
-    `make` creates the masks [n,h,w] of a part of the list, of patches or pixels, so that only those of a chunk exist.
+    `make` creates the masks [n,h,w] of a part of the list, in patches or pixels, so that only one chunk is in memory.
     """
 
     owner: Tensor
@@ -44,28 +44,23 @@ class MadeMasks:
         return vit.embed(shown), None
 
 
-def owners(ask: Ask, each: int) -> Tensor:
-    """`each` variants of every image: v = image * each + variant."""
-    return torch.arange(len(ask.images)).repeat_interleave(each)
+def owners(ask: Ask, variants: int) -> Tensor:
+    """The image of each variant, for the same number of `variants` of every image, one image after another."""
+    return torch.arange(len(ask.images)).repeat_interleave(variants)
 
 
-def among(part: slice, each: int, device: torch.device) -> Tensor:
-    """The index of each variant of a part among the `each` variants of its image."""
-    return torch.arange(part.start, part.stop, device=device) % each
+def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], count: int, fill: Filling) -> Tensor:
+    """Scores [B,count,T] of the same masks over every image; `make` creates the masks [n,h,w] with the indices [n]."""
 
+    def masks_of_part(part: slice) -> Tensor:
+        return make(torch.arange(part.start, part.stop, device=ask.images.device) % count)
 
-def score_masks(ask: Ask, make: Callable[[Tensor], Tensor], each: int, fill: Filling) -> Tensor:
-    """Scores [B,each,T] of the same masks over every image; `make` creates the masks [n,h,w] with the indices [n]."""
-
-    def made(part: slice) -> Tensor:
-        return make(among(part, each, ask.images.device))
-
-    scores = ask.score_variants(MadeMasks(owners(ask, each), made, fill))
-    return scores.view(len(ask.images), each, -1)
+    scores = ask.score_variants(MadeMasks(owners(ask, count), masks_of_part, fill))
+    return scores.view(len(ask.images), count, -1)
 
 
 def score_kept(ask: Ask, kept: Tensor) -> Tensor:
-    """Scores [B,M,T] of every image with only the patches kept [M,P] (or, per image, [B,M,P]); the rest is removed.
+    """Scores [B,M,T] of every image with only the patches of each mask [M,P] (or, per image, [B,M,P]).
 
     Subsets of one size are scored together.
     """
@@ -84,7 +79,7 @@ def score_kept(ask: Ask, kept: Tensor) -> Tensor:
 
 
 def score_patches(ask: Ask, kept: Tensor, unit: Unit, fill: Fill) -> Tensor:
-    """Scores [B,M,T] of every image with only the patches kept [M,h,w]; the rest is removed, or shows `fill`."""
+    """Scores [B,M,T] of every image with only the patches of each mask [M,h,w]; others are removed or show `fill`."""
     if drops(unit, fill):
         return score_kept(ask, kept.flatten(1))
     shown, filling = kept.to(ask.images), fill_images(fill, ask.images, ask.vit, ask.seed)
@@ -92,16 +87,16 @@ def score_patches(ask: Ask, kept: Tensor, unit: Unit, fill: Fill) -> Tensor:
 
 
 def bernoulli(shape: tuple[int, int], p: float, generator: torch.Generator, empty: bool = False) -> Tensor:
-    """Rows of independent parts, each kept with probability p; unless `empty`, an empty row gets one part."""
-    kept = torch.rand(shape, generator=generator) < p
-    one = torch.randint(shape[1], (shape[0],), generator=generator)
-    lost = ~kept.any(1) & (not empty)
-    kept[lost, one[lost]] = True
-    return kept
+    """Rows of independent Bernoulli variables; unless `empty`, a row without any gets one random True."""
+    rows = torch.rand(shape, generator=generator) < p
+    column = torch.randint(shape[1], (shape[0],), generator=generator)
+    zero = ~rows.any(1) & (not empty)
+    rows[zero, column[zero]] = True
+    return rows
 
 
 def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that remove tokens if `unit` is "token", or whose unit the model's grid does not have."""
+    """Why a model does not have the sets of the setting `unit`, or cannot remove its tokens; None if it can."""
     try:
         vit.layout.sets(settings["unit"])
     except Unsupported as error:
@@ -110,7 +105,7 @@ def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
 
 
 def only_images(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that mask or warp pictures, which a grid of other axes does not have."""
+    """Why pictures cannot be masked or warped: the model takes other inputs; None if it takes images."""
     if vit.layout.inputs == "images" or settings.get("unit", "pixel") != "pixel":
         return None
     advice = "; unit='patch' works" if "unit" in settings else "; 'occlusion' and 'kernel-shap' work"
@@ -118,7 +113,7 @@ def only_images(settings: Settings, vit: Anatomy) -> str | None:
 
 
 def needs_neighbours(settings: Settings, vit: Anatomy) -> str | None:
-    """The refusal of methods that mask or warp neighbouring pixels together."""
+    """Why neighbouring pixels cannot be masked or warped together; None if they can."""
     if vit.unordered and settings.get("unit", "pixel") == "pixel":
         advice = "; unit='token' works" if "unit" in settings else ""
         return f"it masks or warps neighbouring patches, and the tiles of a bag have no neighbours{advice}"
@@ -126,43 +121,43 @@ def needs_neighbours(settings: Settings, vit: Anatomy) -> str | None:
 
 
 def at_level(maps: Tensor, level: Level, ask: Ask) -> Tensor:
-    """Maps [...,h,w] of patches or pixels at a level: patches painted on pixels, or pixels averaged over patches."""
+    """Convert maps [...,h,w] to a level: patches are upsampled by nearest neighbour, pixels are averaged."""
     if level == "pixel":
         return to_pixels(maps, ask.vit.geometry.size, ask.vit.extent, "nearest")
     return to_cells(maps, ask.vit.grid, ask.vit.extent)
 
 
 def sliding(length: int, window: int, stride: int) -> Tensor:
-    """Indicators [n,length] of windows along one axis: one every `stride` from 0, the last one clipped to fit."""
+    """Indicators [n,length] of windows along one axis, every `stride` cells; the last one is clipped."""
     begin = torch.arange(0, -(-max(length - window, 0) // stride) + 1) * stride
     at = torch.arange(length)
     return (at >= begin[:, None]) & (at < begin[:, None] + window)
 
 
 def window_sum(values: Tensor, *axes: Tensor) -> Tensor:
-    """Sum over the windows that cover each place: values [...,ny,nx] to [...,H,W], from those of `sliding`."""
-    for place, axis in enumerate(axes[:-2], -len(axes)):
-        values = (values.movedim(place, -1) @ axis.to(values)).movedim(-1, place)
+    """Sum of the values [...,ny,nx] of all windows that cover each cell [...,H,W]; `axes` are indicators."""
+    for dim, axis in enumerate(axes[:-2], -len(axes)):
+        values = (values.movedim(dim, -1) @ axis.to(values)).movedim(-1, dim)
     return axes[-2].T.to(values) @ values @ axes[-1].to(values)
 
 
 def window_masks(axes: Sequence[Tensor], index: Tensor | None = None) -> Tensor:
-    """The windows [n,H,W] with the given indices (all, in reading order), from indicators [ny,H] and [nx,W]."""
+    """Masks [n,H,W] of the windows with these indices (None: all), from indicators [ny,H] and [nx,W]."""
     counts = [len(axis) for axis in axes]
     index = torch.arange(math.prod(counts), device=axes[0].device) if index is None else index
     masks = torch.ones(len(index), dtype=torch.bool, device=index.device)
-    for axis, own in zip(axes, torch.unravel_index(index, counts), strict=True):
-        masks = masks[..., None] & axis[own].view(len(index), *[1] * (masks.ndim - 1), -1)
+    for axis, window in zip(axes, torch.unravel_index(index, counts), strict=True):
+        masks = masks[..., None] & axis[window].view(len(index), *[1] * (masks.ndim - 1), -1)
     return masks
 
 
 def in_sets(values: Tensor, layout: Layout, unit: str) -> Tensor:
-    """Values [...,U] of the sets of a unit as values of cells [...,*grid], each the same for all cells of its set."""
+    """Values of cells [...,*grid] from values [...,U] of the sets of a unit: every cell has the value of its set."""
     if unit not in SETS:
         return values.reshape(*values.shape[:-1], *layout.grid)
     return values[..., layout.sets(unit).to(values.device)].reshape(*values.shape[:-1], *layout.grid)
 
 
 def shared_in_sets(values: Tensor, layout: Layout, unit: str) -> Tensor:
-    """The same, with the value of a set shared evenly by its cells, so that the sum stays."""
+    """`in_sets`, with the value of a set divided equally among its cells, so that the sum does not change."""
     return in_sets(values if unit not in SETS else values * (values.shape[-1] / layout.cells), layout, unit)

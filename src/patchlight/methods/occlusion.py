@@ -1,10 +1,12 @@
-"""Occlusion: the drop of the score when a window is covered or its tokens are removed."""
+"""Occlusion, the drop of the score without a window of the image; and PAMI, the score of a window alone."""
 
 from __future__ import annotations
 
 import math
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.core.errors import PatchlightError
@@ -27,6 +29,7 @@ Extent = Count | tuple[Count, Count] | tuple[Count, Count, Count]
 
 
 def _sides(extent: Extent | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """One length for each axis of `default`."""
     if extent is None:
         return default
     sides = (extent,) * len(default) if isinstance(extent, int) else extent
@@ -60,45 +63,84 @@ def occlusion(
 
         R(w) = f(X) - f(X without window w)
 
-    The value of a place is the mean R of the windows that cover it; the map is signed. The last window of a row is
-    clipped to the image, as captum does. Preset `leave-one-out` removes tokens.
+    The value of a pixel is the mean R of the windows that cover it; the map is signed. The last window of a row is
+    clipped to the image, as in captum. Preset `leave-one-out` removes tokens.
 
     Args:
         window: Size of a window in cells of `unit`: rows and columns, or one number for both; None: one patch.
-        stride: Step between windows, likewise; None: the window.
-        unit: What is hidden: "pixel" or "patch", which show `fill`, or "token": patches whose tokens are removed. The
-            sets "frame", "tube", "band" and "slice" are hidden one at a time, and their cells share the drop evenly.
-        level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
+        stride: Distance between windows, like `window`; None: the size of the window.
+        unit: "pixel" and "patch" paint the window with `fill`, "token" removes its tokens. The sets "frame", "tube",
+            "band" and "slice" are hidden one at a time, and the drop is divided equally among their cells.
     """
     if unit in SETS:
         return at_level(_without_sets(ask, unit, fill), level, ask)
-    size, one = ask.vit.grid, (1,) * len(ask.vit.grid)
+    size, patch = ask.vit.grid, (1,) * len(ask.vit.grid)
     if unit == "pixel":
         size = ask.vit.geometry.size
-        one = tuple(side // cells for side, cells in zip(ask.vit.extent, ask.vit.grid, strict=True))
-    spans = _sides(window, one)
+        patch = tuple(side // cells for side, cells in zip(ask.vit.extent, ask.vit.grid, strict=True))
+    spans = _sides(window, patch)
     steps = _sides(stride, spans)
     axes = [sliding(*axis) for axis in zip(size, spans, steps, strict=True)]
     counts = [len(axis) for axis in axes]
-    each = math.prod(counts) + 1
+    variants = math.prod(counts) + 1
 
-    def shown(index: Tensor) -> Tensor:
-        """Masks [n,h,w] of the variants with these indices: 0 is the image itself."""
+    def masks(index: Tensor) -> Tensor:
+        """Masks [n,h,w] of the variants with these indices; variant 0 is the whole image."""
         hidden = window_masks([axis.to(index.device) for axis in axes], (index - 1).clamp_min(0))
         return ~(hidden & (index > 0).view(-1, *[1] * len(size)))
 
     if unit == "pixel":
-        scores = score_masks(ask, shown, each, fill_images(fill, ask.images, ask.vit, ask.seed))
+        scores = score_masks(ask, masks, variants, fill_images(fill, ask.images, ask.vit, ask.seed))
     else:
-        scores = score_patches(ask, shown(torch.arange(each)), unit, fill)
-    lost = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, counts)
-    count = window_sum(torch.ones_like(lost[0, 0]), *axes)
-    return at_level(window_sum(lost, *axes) / count.clamp_min(1), level, ask)
+        scores = score_patches(ask, masks(torch.arange(variants)), unit, fill)
+    drop = (scores[:, :1] - scores[:, 1:]).mT.unflatten(-1, counts)
+    coverage = window_sum(torch.ones_like(drop[0, 0]), *axes)
+    return at_level(window_sum(drop, *axes) / coverage.clamp_min(1), level, ask)
 
 
 def _without_sets(ask: Ask, unit: Unit, fill: Fill) -> Tensor:
-    """The drop of the score without each set of cells, shared evenly by its cells [B,T,*grid]."""
+    """The drop of the score without each set of cells [B,T,*grid], divided equally among its cells."""
     labels = ask.vit.layout.sets(unit)
     hidden = torch.arange(-1, int(labels.max()) + 1)[:, None]  # -1: nothing
     scores = score_patches(ask, (labels != hidden).view(-1, *ask.vit.grid), unit, fill)
     return shared_in_sets((scores[:, :1] - scores[:, 1:]).mT, ask.vit.layout, unit)
+
+
+@ablates(
+    "pami",
+    paper="Shi et al., 2023",
+    cost="1 forward per window (121 at 14 x 14 patches)",
+    quick={"windows": 2},
+    constant="a window as large as the grid gives every patch the same value; use a smaller one",
+    presets={"blur": {"fill": "blur-tis"}, "token": {"unit": "token"}},
+    refuses=removes_tokens,
+)
+def pami(
+    ask: Ask,
+    windows: Count | Annotated[list[Count], Field(min_length=1)] = 4,
+    stride: Count = 1,
+    unit: Literal["token", "patch"] = "patch",
+    fill: Fill = "blur-tis",
+) -> Tensor:
+    """PAMI: mean score of the parts of the image that contain a patch, with the rest blurred.
+
+        R(x) = mean over the parts P that contain x of f(X on P, fill elsewhere)
+
+    Parts are square windows, no larger than the grid. The authors published no code: windows of 4, stride 1 and the
+    blur are our choices.
+
+    Args:
+        windows: Patches along each side of a window; a list for several sizes.
+        stride: Distance between windows in patches.
+        unit: Whether patches outside the part show `fill` ("patch") or are removed ("token").
+    """
+    sizes = [windows] if isinstance(windows, int) else windows
+    axes_of_sizes = [[sliding(length, min(size, length), stride) for length in ask.vit.grid] for size in sizes]
+    scores = score_patches(ask, torch.cat([window_masks(axes) for axes in axes_of_sizes]), unit, fill)
+    total, coverage = scores.new_zeros(()), scores.new_zeros(())
+    counts = [math.prod(map(len, axes)) for axes in axes_of_sizes]
+    for axes, values in zip(axes_of_sizes, scores.mT.split(counts, -1), strict=True):
+        values = values.unflatten(-1, [len(axis) for axis in axes])
+        total = total + window_sum(values, *axes)
+        coverage = coverage + window_sum(torch.ones_like(values[0, 0]), *axes)
+    return total / coverage.clamp_min(1)

@@ -1,4 +1,4 @@
-"""The random map: the baseline that every method has to beat."""
+"""The random map: a baseline for all methods."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from patchlight.methods.base import Ask, own_passes
 
 @own_passes("random", paper="baseline", ignores_class=True, stochastic=True, nonnegative=True, cost="none")
 def random(ask: Ask) -> Tensor:
-    """Uniform random values: the baseline that every method has to beat.
+    """Uniform random values: a baseline for all methods.
 
-    The values are sampled for each image from `seed` and a checksum of its pixels. The same sample for all images would
-    make every mean over a data set that of a single map. So this map is as sensitive to its input as a map can be.
+    The generator of each image is seeded by `seed` and a checksum of its pixels, so images have different maps, and the
+    map changes completely with any change of the image.
     """
 
-    def one(image: Tensor) -> Tensor:
+    def random_map(image: Tensor) -> Tensor:
         checksum = zlib.crc32(image.float().cpu().contiguous().numpy().tobytes(), ask.seed % 2**32)
         return torch.rand(ask.vit.grid, generator=torch.Generator().manual_seed(checksum), dtype=torch.float64)
 
-    return torch.stack([one(image) for image in ask.images.detach()]).to(ask.images)
+    return torch.stack([random_map(image) for image in ask.images.detach()]).to(ask.images)

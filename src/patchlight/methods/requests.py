@@ -1,4 +1,4 @@
-"""From `name[.composition][.rule]` and settings to a request, and whether a model supports it."""
+"""Resolves `name[.composition][.rule]` and settings to a request, and checks whether a model supports it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from patchlight.methods.base import (
 )
 
 AUTO = ("fullgrad-plus.libra", "decompx.plus", "genatt", "fullgrad-plus", "gradcam", "grad", "posterior")
-"""What `method="auto"` means: the first of these that works on the model. All but the last take one pass."""
+"""The methods of "auto": the first one that works on the model is used. All but the last take one pass."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A method with name, composition, rule and settings resolved; `label` is the name of the result."""
+    """A method with its composition, rule and settings; `label` is the name of the result."""
 
     label: str
     name: str
@@ -49,19 +49,18 @@ class Request:
     chosen_score: bool = True
     """Whether the user chose the score; otherwise it is the method's default."""
     precision: Decided = "full"
-    """The precision on the model, with `auto` resolved."""
+    """The precision on the model, with "auto" resolved."""
     course: Course = WHOLE
     """The pass it is computed in."""
     choices: tuple[Request, ...] = field(default=(), repr=False)
-    """What "auto" chooses from once the model is known."""
+    """The methods that "auto" chooses from when the model is known."""
     resolved_for: tuple[Anatomy, bool] | None = field(default=None, repr=False, compare=False)
-    """The model that all of this was resolved for, and whether float16 overflows there."""
+    """The model that the request was resolved for, and whether float16 overflows there."""
 
     def suited(self, vit: Anatomy) -> Request:
-        """The request for a model: settings that follow from the model, precision and course are resolved.
+        """The request for a model, with precision, course and the settings that follow from the model resolved.
 
-        If the model has no probabilities, a method that explains one by default explains the logit. A request that is
-        already suited to the model is returned unchanged.
+        If the model has no probabilities, a method that explains a probability by default explains the logit.
         """
         now = (vit, vit.overflows)
         if self.resolved_for is not None and self.resolved_for[0] is vit and self.resolved_for[1] == vit.overflows:
@@ -85,13 +84,13 @@ class Request:
 
     @property
     def level(self) -> Level:
-        """Whether scores belong to patches or pixels."""
+        """The resolution of the map: "token" or "pixel"."""
         return cast(Level, self.settings.get("level", self.method.levels[0]))
 
     @property
     def needs(self) -> frozenset[str]:
-        """The quantities that the method reads."""
-        return self.method.needed(self.settings)
+        """The parts of the evidence that the method reads."""
+        return self.method.evidence(self.settings)
 
     @property
     def in_pass(self) -> bool:
@@ -105,7 +104,7 @@ class Request:
 
     @property
     def ignores_class(self) -> bool:
-        """Whether every class gets the same map: the method reads no gradient and nothing else of the class."""
+        """Whether all classes have the same map, because the method reads nothing that depends on the class."""
         if not self.in_pass:
             return self.method.ignores_class
         rows_differ = self.resolved_for is not None and self.resolved_for[0].rows_differ
@@ -114,66 +113,62 @@ class Request:
 
 def _precision(method: Method, settings: Settings, vit: Anatomy) -> Decided:
     auto = "tf32" if vit.overflows and method.precision == "fp16" else method.precision
-    found = chosen(settings.get("precision", "full"), vit.device, vit.dtype, auto)
+    precision = chosen(settings.get("precision", "full"), vit.device, vit.dtype, auto)
     relevance = isinstance(method, OwnPasses) and not method.ruled  # the backward pass needs at least float32
-    return "tf32" if relevance and found in HALF else found
+    return "tf32" if relevance and precision in HALF else precision
 
 
 def resolve(
     label: str, settings: Settings | None = None, score: Score | None = None, options: Sequence[str] = ()
 ) -> Request:
-    """Read a method's name and settings.
+    """Resolve the name and settings of a method.
 
     Args:
         label: Name of the result, and of the method unless there is a setting `method`. "auto" is the first of `AUTO`
-            that takes the settings and works on the model; `Request.suited` chooses it. Settings that no method of
-            one pass takes are refused.
+            that has the settings and works on the model, chosen by `Request.suited`.
         settings: The method's settings; `method`, `preset` and `score` may be among them.
-        score: The number to explain; None: the method's default.
+        score: The score to explain; None: the method's default.
         options: Keywords of the caller. A wrong setting may be a misspelling of one.
 
     Raises:
-        PatchlightError: The name or a setting is wrong; the message suggests what was meant.
+        PatchlightError: The name or a setting is not valid; the message suggests valid ones.
     """
-    given = dict(settings or {})
-    asked = str(given.pop("method", label))
-    base, *words = asked.split(".")
+    settings = dict(settings or {})
+    full_name = str(settings.pop("method", label))
+    base, *suffixes = full_name.split(".")
     if base == "auto":
-        return _resolve_auto(label, asked, given, score, options)
+        return _resolve_auto(label, full_name, settings, score, options)
     if base not in METHODS and (base in COMPOSITIONS or (base in RULES and base != "plain")):
         raise PatchlightError(f"'{base}' is not a method; it follows one, as in 'ixg.{base}'")
     method = METHODS.find(base)
-    composed, ruled = _split_words(asked, words)
-    rule = _find_rule(method, ruled)
-    composition = method.composition if composed is None else _find_composition(method, composed)
-    name = ".".join([method.name, *(word for word in (composed, ruled) if word is not None)])
-    start = method.composed if isinstance(method, ReadsBlocks) and composed is not None else {}
-    known = method.settings(composition)
-    start = {**start, **method.preset(given.pop("preset", None))}
-    given_score = given.pop("score", None)
-    start_score = start.get("score")
-    start = {key: value for key, value in start.items() if key in known}
-    if isinstance(method, LayerMap) and {**start, **given}.get("level") == "pixel":
-        _check_pixels(name, composed, given)
-    values = resolve_settings(name, known, start, given, ["preset", "score", *options])
-    own_score = given_score or start_score or score or method.score
-    if not callable(own_score) and own_score not in get_args(ScoreName):
-        raise PatchlightError(f"unknown score {own_score!r}; {SCORES}")
-    chosen_score = given_score is not None or score is not None
-    return Request(label, name, method, composition, rule, values, own_score, chosen_score)
+    composition_name, rule_name = _split_suffixes(full_name, suffixes)
+    rule = _find_rule(method, rule_name)
+    composition = method.composition if composition_name is None else _find_composition(method, composition_name)
+    name = ".".join([method.name, *(word for word in (composition_name, rule_name) if word is not None)])
+    defaults = dict(method.composed) if isinstance(method, ReadsBlocks) and composition_name is not None else {}
+    defaults |= method.preset(settings.pop("preset", None))
+    chosen_score = settings.pop("score", None)
+    explained = chosen_score or defaults.get("score") or score or method.score
+    valid = method.settings(composition)
+    defaults = {key: value for key, value in defaults.items() if key in valid}
+    if isinstance(method, LayerMap) and {**defaults, **settings}.get("level") == "pixel":
+        _check_pixels(name, composition_name, settings)
+    values = resolve_settings(name, valid, defaults, settings, ["preset", "score", *options])
+    if not callable(explained) and explained not in get_args(ScoreName):
+        raise PatchlightError(f"unknown score {explained!r}; {SCORES}")
+    is_chosen = chosen_score is not None or score is not None
+    return Request(label, name, method, composition, rule, values, explained, is_chosen)
 
 
-def _resolve_auto(label: str, asked: str, settings: Settings, score: Score | None, options: Sequence[str]) -> Request:
-    """A request for the first method of `AUTO` that takes the settings; the others are its `choices`."""
-    if asked != "auto":
-        raise PatchlightError(
-            f"'{asked}' does not exist: 'auto' chooses the composition and the rule; use 'auto' alone"
-        )
+def _resolve_auto(label: str, name: str, settings: Settings, score: Score | None, options: Sequence[str]) -> Request:
+    """A request for the first method of `AUTO` that has the settings; all of these are its `choices`."""
+    if name != "auto":
+        raise PatchlightError(f"'{name}' does not exist: 'auto' chooses the composition and the rule; use 'auto' alone")
     choices: list[Request] = []
     errors: list[PatchlightError] = []
-    for name in AUTO:
+    for method in AUTO:
         try:
-            choices.append(resolve(name, settings, score, options))
+            choices.append(resolve(method, settings, score, options))
         except PatchlightError as error:
             errors.append(error)
     if not choices:
@@ -186,61 +181,61 @@ def _resolve_auto(label: str, asked: str, settings: Settings, score: Score | Non
     return replace(choices[0], label=label, name="auto", choices=tuple(choices))
 
 
-def _split_words(asked: str, words: Sequence[str]) -> tuple[str | None, str | None]:
-    """The composition and the rule that follow a name."""
-    composed: str | None = None
-    ruled: str | None = None
-    for word in words:
+def _split_suffixes(name: str, suffixes: Sequence[str]) -> tuple[str | None, str | None]:
+    """The names of the composition and of the rule among the suffixes of a name."""
+    composition_name: str | None = None
+    rule_name: str | None = None
+    for word in suffixes:
         rule, composition = RULES.lookup(word), COMPOSITIONS.lookup(word)
         if rule is not None and rule is not PLAIN:
-            if ruled is not None:
-                raise PatchlightError(f"'{asked}' has two backward rules, '{ruled}' and '{word}'; give one")
-            ruled = rule.name
+            if rule_name is not None:
+                raise PatchlightError(f"'{name}' has two backward rules, '{rule_name}' and '{word}'; give one")
+            rule_name = rule.name
         elif composition is not None:
-            if composed is not None:
-                raise PatchlightError(f"'{asked}' has two compositions, '{composed}' and '{word}'; give one")
-            composed = composition.name
+            if composition_name is not None:
+                raise PatchlightError(f"'{name}' has two compositions, '{composition_name}' and '{word}'; give one")
+            composition_name = composition.name
         else:
-            valid = [*COMPOSITIONS, *(name for name in RULES if name != PLAIN.name)]
-            raise PatchlightError(f"no composition or rule is called '{word}' (in '{asked}'); {nearest(word, valid)}")
-    return composed, ruled
+            valid = [*COMPOSITIONS, *(valid_name for valid_name in RULES if valid_name != PLAIN.name)]
+            raise PatchlightError(f"no composition or rule is called '{word}' (in '{name}'); {nearest(word, valid)}")
+    return composition_name, rule_name
 
 
-def _find_rule(method: Method, ruled: str | None) -> Rule:
-    own = method.rule if isinstance(method, LayerMap) else "plain"
-    if ruled is None:
-        return RULES[own]
+def _find_rule(method: Method, name: str | None) -> Rule:
+    default = method.rule if isinstance(method, LayerMap) else "plain"
+    if name is None:
+        return RULES[default]
     if isinstance(method, OwnPasses) and not method.ruled:
-        raise PatchlightError(f"'{method.name}' has its own relevance rules; '{ruled}' cannot replace them")
-    if isinstance(method, Ablates) or method.ignores_class or _without_gradient(method):
-        raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{ruled}' changes nothing")
-    if own not in ("plain", ruled):
-        raise PatchlightError(f"'{method.name}' has its own backward rule ({own}); '{ruled}' cannot replace it")
-    return RULES[ruled]
+        raise PatchlightError(f"'{method.name}' has its own relevance rules; '{name}' cannot replace them")
+    if method.ignores_class or _is_forward_only(method):
+        raise PatchlightError(f"'{method.name}' uses no gradient, so the backward rule '{name}' changes nothing")
+    if default not in ("plain", name):
+        raise PatchlightError(f"'{method.name}' has its own backward rule ({default}); '{name}' cannot replace it")
+    return RULES[name]
 
 
-def _without_gradient(method: Method) -> bool:
-    return isinstance(method, OwnPasses) and method.every_class
+def _is_forward_only(method: Method) -> bool:
+    return isinstance(method, Ablates) or (isinstance(method, OwnPasses) and method.every_class)
 
 
-def _find_composition(method: Method, word: str) -> Composition:
-    composition = COMPOSITIONS[word]
+def _find_composition(method: Method, name: str) -> Composition:
+    composition = COMPOSITIONS[name]
     if isinstance(method, ReadsBlocks) and method.composable is not None:
-        raise PatchlightError(f"'{method.name}' cannot be followed by '.{word}': {method.composable}")
+        raise PatchlightError(f"'{method.name}' cannot be followed by '.{name}': {method.composable}")
     if not isinstance(method, ReadsBlocks) or method.combine is None:
-        raise PatchlightError(f"'{method.name}' has no layer maps, so '.{word}' does not apply to it")
+        raise PatchlightError(f"'{method.name}' has no layer maps, so '.{name}' does not apply to it")
     if composition.matrices_only and not method.matrix:
-        raise PatchlightError(f"'.{word}' multiplies token-to-token matrices; '{method.name}' has one value per token")
+        raise PatchlightError(f"'.{name}' multiplies token-to-token matrices; '{method.name}' has one value per token")
     return composition
 
 
-def _check_pixels(name: str, composed: str | None, given: Settings) -> None:
-    """Refuse settings about blocks at level="pixel", where a layer map is that of the image itself."""
-    if composed is not None:
+def _check_pixels(name: str, composition: str | None, settings: Settings) -> None:
+    """Raise an error if settings select blocks although the map is that of the image (level="pixel")."""
+    if composition is not None:
         raise PatchlightError(f"'{name}' sums over blocks, but level='pixel' has no blocks; leave out level or the sum")
-    if "start" in given:
+    if "start" in settings:
         raise PatchlightError(
-            f"'{name}' explains the image itself at level='pixel', so start={given['start']} does not apply"
+            f"'{name}' explains the image itself at level='pixel', so start={settings['start']} does not apply"
         )
 
 
@@ -267,8 +262,7 @@ def refusal(request: Request, vit: Anatomy) -> str | None:
         return f"the backward rule '{request.rule.name}' does not hold for {vit.name}: {vit.can_rule}"
     if method.group == "decomposition" and vit.can_decompose is not None:
         return f"{vit.name} cannot be decomposed: {vit.can_decompose}"
-    forward = isinstance(method, Ablates) or _without_gradient(method)
-    differentiates = needs & BACKWARD or not (method.ignores_class or forward)
+    differentiates = needs & BACKWARD or not (method.ignores_class or _is_forward_only(method))
     if differentiates and vit.gradient is not None:
         return f"no gradient flows through {vit.name}: {vit.gradient}"
     if needs & ATTENTION and vit.attention is not None:
@@ -299,7 +293,7 @@ def unavailable(needs: AbstractSet[str], vit: Anatomy) -> str | None:
 
 
 def _no_score(request: Request, vit: Anatomy) -> str | None:
-    """Why the number to explain does not exist; None if it does."""
+    """Why a model does not have the score to explain; None if it has."""
     if request.score == "probability" and request.chosen_score:
         reason = vit.outputs.no_probability(vit.classes)
         return None if reason is None else f"{vit.name} has no probabilities: {reason}; score='logit' works"
@@ -367,7 +361,7 @@ def check_contrast(request: Request, targets: Targets | None, vit: Anatomy) -> N
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A row of the method table; `supported` and `reason` refer to the model, if one was given."""
+    """A row of the method table; `supported` and `reason` refer to the model of the table, if it has one."""
 
     name: str
     aliases: tuple[str, ...]
@@ -391,7 +385,7 @@ class MethodInfo:
 
 
 def list_methods(vit: Anatomy | nn.Module | None = None) -> TableList[MethodInfo]:
-    """All methods; with a model, which of them work on it and why the others do not.
+    """List all methods; with a model, also whether each works on it, and if not, why.
 
     Args:
         vit: The model.
@@ -407,21 +401,19 @@ def list_methods(vit: Anatomy | nn.Module | None = None) -> TableList[MethodInfo
     rows: TableList[MethodInfo] = TableList()
     for name, method in METHODS.items():
         reason = refusal(resolve(name), vit) if vit is not None else None
-        own = method.settings(method.composition)
-        settings, texts = ({k: f(s) for k, s in own.items()} for f in (str, lambda setting: setting.text))
-        supported = None if vit is None else reason is None
+        settings = method.settings(method.composition)
         rows.append(
             MethodInfo(
-                name,
-                method.aliases,
-                method.paper,
-                method.cost,
-                method.summary,
-                method.group,
-                settings,
-                texts,
-                supported,
-                reason or "",
+                name=name,
+                aliases=method.aliases,
+                paper=method.paper,
+                cost=method.cost,
+                summary=method.summary,
+                group=method.group,
+                settings={key: str(setting) for key, setting in settings.items()},
+                setting_texts={key: setting.text for key, setting in settings.items()},
+                supported=None if vit is None else reason is None,
+                reason=reason or "",
             )
         )
     return rows

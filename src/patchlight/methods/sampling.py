@@ -1,6 +1,6 @@
-"""Sampling: masks are scored in rounds until the order is stable, with a standard error per value.
+"""Sampling in rounds until the order of the patches is stable, with a standard error of each value.
 
-Each round doubles the masks. The error is a jackknife over 16 groups of masks.
+Each round doubles the number of masks. The error is a jackknife estimate over 16 groups of masks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Tolerance = Annotated[
     Field(
         gt=0,
         lt=1,
-        description="Samples are scored in rounds, and an image has enough when the rank correlation of its map with "
-        "that of half of them is at least 1 minus this; None: all samples.",
+        description="Sampling stops early for an image when the rank correlation of its map with the map of half of "
+        "the samples is at least 1 minus this; None: all samples are used.",
     ),
 ]
 GROUPS = 16
 FIRST = 32
-"""Masks of the first round, at least."""
+"""Smallest number of masks in the first round."""
 
 
 def rounds(samples: int, tolerance: float | None, first: int = FIRST) -> list[slice]:
-    """The masks of each round, as many as in all rounds before; without a tolerance all at once.
+    """The masks of each round: as many as in all earlier rounds; without a tolerance, one round.
 
     >>> [part.stop for part in rounds(1024, 0.05)]
     [32, 64, 128, 256, 512, 1024]
@@ -50,55 +50,62 @@ def in_rounds(
     estimate: Callable[[Tensor, Tensor], Estimate],
     first: int = FIRST,
 ) -> Estimate:
-    """The maps [B,T,h,w] of every image, from as many of its `samples` masks as its order needs.
+    """Maps [B,T,h,w] from at most `samples` masks of each image.
 
-    `score(images, part)` scores a part of the masks of some images [b,n,T]; `estimate(images, scores)` turns all scores
-    so far into maps. An image whose order is stable for every class stops, independently of the others.
+    An image stops when its order is stable for all classes, independently of the other images.
+
+    Args:
+        ask: The images and classes.
+        samples: Number of masks.
+        tolerance: The setting `tolerance`.
+        score: Computes the scores [b,n,T] of the images with these indices under a part of the masks.
+        estimate: Computes maps from the scores of all rounds so far.
+        first: Smallest number of masks in the first round.
     """
     images, scores, before = torch.arange(len(ask.images)), torch.empty(0), torch.empty(0)
-    done: list[tuple[Tensor, Estimate]] = []
+    finished: list[tuple[Tensor, Estimate]] = []
     for part in rounds(samples, tolerance, first):
-        found = score(images, part)
-        scores = found if part.start == 0 else torch.cat([scores, found], 1)
+        new_scores = score(images, part)
+        scores = new_scores if part.start == 0 else torch.cat([scores, new_scores], 1)
         now = estimate(images, scores)
         stay = torch.full((len(images),), part.stop < samples)
         if part.start > 0 and tolerance is not None:
             stay &= (stability(before, now.maps) < 1 - tolerance).cpu()
-        counted = replace(now, samples=torch.full((len(images),), part.stop))
-        done.append((images[~stay], counted.select(~stay)))
-        here = stay.to(scores.device)
-        images, scores, before = images[stay], scores[here], now.maps[here]
+        now = replace(now, samples=torch.full((len(images),), part.stop))
+        finished.append((images[~stay], now.select(~stay)))
+        keep = stay.to(scores.device)
+        images, scores, before = images[stay], scores[keep], now.maps[keep]
         if len(images) == 0:
             break
-    back = torch.cat([some for some, _ in done]).argsort()
-    return Estimate.concat([found for _, found in done]).select(back)
+    order = torch.cat([indices for indices, _ in finished]).argsort()
+    return Estimate.concat([part for _, part in finished]).select(order)
 
 
 def stability(before: Tensor, now: Tensor) -> Tensor:
-    """The rank correlation of maps [b,T,h,w] with those of the round before, for the class where it is lowest [b]."""
+    """Rank correlation [b] of maps [b,T,h,w] with those of the previous round; the lowest of all classes."""
     cells = now[0, 0].numel()
     before, now = (maps.cpu() if maps.device.type == "mps" else maps for maps in (before, now))  # ranks are in float64
     return spearman(before.reshape(-1, cells), now.reshape(-1, cells)).view(now.shape[:2]).amin(1)
 
 
 def jackknife(fit: Callable[[Tensor], Tensor], n: int, like: Tensor, together: int = 1) -> Estimate:
-    """Maps fit(weights) of n masks of weight 1, with the jackknife's error.
+    """Maps fit(weights) of n masks with weights 1, and their jackknife error.
 
     Mask k belongs to group k mod 16; `together` successive masks that are not independent share a group. With m_g the
-    map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean of them)^2. With fewer than two groups it is NaN.
+    map without group g of G: error^2 = (G - 1) / G sum_g (m_g - mean_g m_g)^2. It is NaN with fewer than two groups.
     """
     groups = min(GROUPS, -(-n // together))
-    of = torch.arange(n, device=like.device) // together % max(groups, 1)
+    group_of = torch.arange(n, device=like.device) // together % max(groups, 1)
     maps = fit(like.new_ones(n))
-    return Estimate(maps, spread(maps, (fit((of != group).to(like)) for group in range(groups)), groups))
+    return Estimate(maps, jackknife_error(maps, (fit((group_of != g).to(like)) for g in range(groups)), groups))
 
 
-def spread(whole: Tensor, left_out: Iterable[Tensor], groups: int) -> Tensor:
-    """The jackknife's error of a map, from the maps without each of its groups."""
+def jackknife_error(maps: Tensor, left_out: Iterable[Tensor], groups: int) -> Tensor:
+    """The jackknife error of maps, from the maps without each group."""
     if groups < 2:
-        return torch.full_like(whole, torch.nan)
-    total, square = torch.zeros_like(whole), torch.zeros_like(whole)
-    for left in left_out:
-        apart = left - whole
-        total, square = total + apart, square + apart**2
+        return torch.full_like(maps, torch.nan)
+    total, square = torch.zeros_like(maps), torch.zeros_like(maps)
+    for without in left_out:
+        difference = without - maps
+        total, square = total + difference, square + difference**2
     return ((groups - 1) / groups * (square - total**2 / groups)).clamp_min(0).sqrt()

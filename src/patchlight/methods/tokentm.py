@@ -1,4 +1,4 @@
-"""TokenTM: attention and feed-forward updates weighted by how they change each token's length and direction."""
+"""TokenTM: updates of attention and MLP, weighted by the changes of length and direction of each token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _updates(maps: LayerMaps, init: Literal["length", "identity"] = "length", re
     """r <- (r * (1 + w_FFN)) (I + M_l) from the last block to the first, then times the length of each x_0 token.
 
     Args:
-        init: What C_0 is. "length": the lengths of the tokens x_0. "identity": the identity matrix.
-        readout: Which rows of the last C are read: those that the classifier pools, or others.
+        init: C_0: the "length" of the tokens x_0, or the "identity" matrix.
+        readout: The rows of the last C that are read: those of the classifier's "pooling", or others.
     """
     row = maps.start_row(readout)
     length = row
@@ -50,26 +50,21 @@ def _needs(settings: Settings) -> frozenset[str]:
 
 
 def no_linear_values(settings: Settings, vit: Anatomy) -> str | None:
-    """Why the value and output projections of a model cannot be read as one linear map per head."""
+    """Why the value and output projections are not one linear map per head; None if they are."""
     return vit.no_linear_values() if settings.get("where", "ov") == "ov" else None
-
-
-def necc(cosine: Tensor) -> Tensor:
-    """NECC_i = exp(cos_i) / sum_k exp(cos_k) over the tokens, the last axis."""
-    return cosine.softmax(-1)
 
 
 def transformation_weight(
     before: Tensor, after: Tensor, dot: Tensor, use_length: bool, use_necc: bool, scale: float
 ) -> Tensor:
-    """w_i = L(after_i)/L(before_i) * NECC_i, from the lengths of both and their inner product, tokens last."""
+    """w_i = L(after_i)/L(before_i) * NECC_i from both lengths and their inner product; NECC is a softmax of cosines."""
     ratio = after / before.clamp(min=_GUARD)
     weight = ratio if use_length else ratio.new_ones(ratio.shape)
-    return weight * necc(dot / (before * after).clamp(min=_GUARD)) * scale if use_necc else weight
+    return weight * (dot / (before * after).clamp(min=_GUARD)).softmax(-1) * scale if use_necc else weight
 
 
 def _ov_image(b: Evidence, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Length of source W_V^h W_O^h and its inner product with x, [B,H,N] each, without forming D-wide vectors."""
+    """Lengths of source W_V^h W_O^h and inner products with x, [B,H,N] each, without vectors of width D."""
     heads = b.heads
     projection = linear(b.parts.out).weight
     out = projection.unflatten(1, (heads, -1))
@@ -97,7 +92,7 @@ READINGS: dict[str, dict[str, object]] = {
     "ov-ln1-necc-n": {**_THIRD_PARTY, "ov_input": "ln1", "necc_scale": "N"},
     "libragrad": {**_THIRD_PARTY, "where": "residual", "ffn_where": "residual", "head_fusion": "mean_first"},
 }
-# Presets set all five open choices, so that a reading does not change with the defaults.
+# Every preset sets all five open choices, so that it does not change with the defaults.
 
 
 @layer_map(
@@ -122,37 +117,36 @@ def tokentm(
     sign: Literal["relu", "signed"] = "relu",
     include_ffn: bool = True,
 ) -> Update:
-    """TokenTM (reconstructed): attention weighted by its gradient and by how it changes each token.
+    """TokenTM (reconstructed): attention weighted by its gradient and by the change of each token.
 
         C_0     = diag(L(x_0))
         C_{l+1} = (I + diag(w_FFN)) (I + mean_h [ReLU(G_h) * (A_h diag(w_h))]) C_l        for each block l
         w_i     = L(E~_i) / L(E_i) * exp(cos(E_i, E~_i)) / sum_k exp(cos(E_k, E~_k)) * necc_scale
 
     The map is the CLS row of the last C. L is the Euclidean length of a token; E_i is token i before attention or the
-    MLP and E~_i after it; the softmax over tokens k is called NECC. One forward and one backward pass, and two extra
-    projections per block. Without NECC, lengths and MLP, and with `init="identity"`, this is `genatt`.
+    MLP, and E~_i after it; the softmax over tokens k is called NECC. Without NECC, lengths and MLP, and with
+    `init="identity"`, this is `genatt`.
 
-    This is a reconstruction: the main paper was not available. The formulas come from the paper's supplement, from
-    summaries, and from two re-implementations that disagree. Both agree on C_0, w and the order of the updates. Five
-    choices are open: where E~ of attention is measured (`where`), the input of the value and output maps (`ov_input`),
-    whether E~ of the MLP includes the skip (`ffn_where`), how heads are combined (`head_fusion`), and the scale of NECC
+    This is a reconstruction, because the main paper was not available. The formulas come from the paper's supplement,
+    from summaries, and from two re-implementations that agree on C_0, w and the order of the updates. Five choices are
+    open: where E~ of attention is measured (`where`), the input of the value and output maps (`ov_input`), whether E~
+    of the MLP includes the skip (`ffn_where`), how heads are combined (`head_fusion`), and the scale of NECC
     (`necc_scale`).
 
-    Each preset is one reading. `third-party` (the defaults) is a re-implementation that cites the paper's equation
-    numbers; `libragrad` is the one in the code of LibraGrad. The others change `third-party`: `ov-ln1`,
-    `attention-residual`, `ffn-residual`, `mean-heads` and `necc-n` change one open choice each, `ov-ln1-necc-n` two.
-    None is ahead everywhere, so the default is the one that follows the paper's equation numbers. The results page
-    tokentm-readings compares all of them.
+    Each preset is one set of choices. `third-party` (the defaults) is a re-implementation that cites the paper's
+    equation numbers, `libragrad` the one in the code of LibraGrad. `ov-ln1`, `attention-residual`, `ffn-residual`,
+    `mean-heads` and `necc-n` change one choice of `third-party` each, `ov-ln1-necc-n` two. None is best everywhere; the
+    results page tokentm-readings compares them.
 
     Args:
-        where: Where E~ of attention is measured. "ov": the image E W_V W_O of each token under the value and output
+        where: Where E~ of attention is measured. "ov": the product E W_V W_O of each token with the value and output
             maps of each head, without biases. "residual": the token after attention and its skip connection.
-        ov_input: What the value and output maps are applied to with `where="ov"`. "x": the block's input. "ln1": the
-            output of the first norm, which is what the model applies them to.
-        ffn_where: Where E~ of the MLP is measured. "branch": its output before the skip, layer scale included.
-            "residual": the block's output.
-        head_fusion: "per_head": the product is formed for each head, then averaged. "mean_first": A, ReLU(G) and w are
-            averaged over heads before the product.
+        ov_input: The input of the value and output maps with `where="ov"`. "x": the input of the block. "ln1": the
+            output of the first norm, as in the model.
+        ffn_where: Where E~ of the MLP is measured. "branch": its output before the skip, including layer scale.
+            "residual": the output of the block.
+        head_fusion: "per_head": the product is computed for each head, then averaged. "mean_first": A, ReLU(G) and w
+            are averaged over heads before the product.
         use_necc: Whether w includes NECC.
         necc_scale: Factor of NECC: a number, or "N" for the number of tokens, which makes NECC 1 on average.
         use_length: Whether w includes the ratio of lengths.

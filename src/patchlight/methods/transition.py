@@ -1,4 +1,4 @@
-"""Transition methods: attention chained from the last block down, weighted by an integrated gradient of attention."""
+"""Transition methods: products of attention over the blocks, weighted by an integrated gradient of attention."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from patchlight.methods.tokentm import no_linear_values
 
 Steps = Annotated[int, Field(ge=1, description="Number of alphas.")]
 WithIntegral = Annotated[
-    bool, Field(description="Whether the gradient is averaged over alphas; otherwise it is that of the image alone.")
+    bool, Field(description="Whether the gradient is averaged over alphas; otherwise it is that of the image.")
 ]
 
 
-def _first_block(start: int | None, usual: int, depth: int) -> int:
-    """The given block, the default one, or the last one of a shallower model."""
-    return min(usual, depth - 1) if start is None else block_index(start, depth)
+def _first_block(start: int | None, default: int, depth: int) -> int:
+    """The block `start`, or if None the default, or the last block of a shallower model."""
+    return min(default, depth - 1) if start is None else block_index(start, depth)
 
 
-def _read_rows(ask: Ask, seen: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
-    """The tokens the classifier reads: their indices [n], and the weight of each [B,n]."""
-    weights = LayerMaps({}, ask.vit, partial(seen.rows, ask.vit), seen.end()).start_row(readout)
+def _read_rows(ask: Ask, result: Pass, readout: Readout) -> tuple[Tensor, Tensor]:
+    """The tokens that the classifier reads: their indices [n], and the weight of each [B,n]."""
+    weights = LayerMaps({}, ask.vit, partial(result.rows, ask.vit), result.end()).start_row(readout)
     rows = (weights != 0).any(0).nonzero().flatten()
     return rows, weights[:, rows]
 
 
 def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> Tensor:
-    """W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) [B,n,N] at `rows`, alpha from 0 to 1, both included.
+    """W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image)) [B,n,N] at `rows`, with alpha from 0 to 1 inclusive.
 
-    The gradient is averaged before the ReLU. Without the integral it is that of the image alone. Only the last block
-    runs with a graph. Methods that explain the same images share it.
+    Without the integral, alpha is 1. Methods that explain the same images share the result.
     """
     name = ("feedback", tuple(rows.tolist()), steps if with_integral else None)
     return ask.once(name, lambda: _feedback(ask, rows, steps, with_integral))
@@ -57,14 +56,13 @@ def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor
     job = LayerJob(lambda b: b.G[:, :, rows], frozenset({"A", "G"}), (last,))
     total: Any = 0.0
 
-    def gradients(some: Tensor) -> Tensor:
-        scaled = (some.view(-1, *[1] * ask.images.ndim) * ask.images).flatten(0, 1)
-        found: Tensor = ask.run([job], scaled).at(last)
-        rows: Tensor = found.unflatten(0, (len(some), batch))
-        return rows
+    def gradients(factors: Tensor) -> Tensor:
+        scaled = (factors.view(-1, *[1] * ask.images.ndim) * ask.images).flatten(0, 1)
+        G: Tensor = ask.run([job], scaled).at(last).unflatten(0, (len(factors), batch))
+        return G
 
-    for some in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
-        total = total + in_memory(gradients, some).sum(0)
+    for factors in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
+        total = total + in_memory(gradients, factors).sum(0)
     mean: Tensor = total / len(alphas)
     return mean.relu().mean(1)
 
@@ -74,16 +72,16 @@ def _layer_pass(ask: Ask, function: Callable[[Evidence], Tensor], needs: set[str
 
 
 def _perception(matrices: Mapping[int, Tensor], rows: Tensor) -> Tensor:
-    """The `rows` [B,n,N] of prod_l (I + M_l), last block leftmost."""
-    some = next(iter(matrices.values()))
-    state = torch.eye(some.shape[-1], device=some.device, dtype=some.dtype)[rows].expand(len(some), -1, -1)
+    """The `rows` [B,n,N] of prod_l (I + M_l), with the last block on the left."""
+    any_matrix = next(iter(matrices.values()))
+    state = torch.eye(any_matrix.shape[-1]).to(any_matrix)[rows].expand(len(any_matrix), -1, -1)
     for layer in sorted(matrices, reverse=True):
         state = state + state @ matrices[layer]
     return state
 
 
 def _read(ask: Ask, weights: Tensor, product: Tensor) -> Tensor:
-    """The rows [B,n,N] of a (to, from) matrix summed as the classifier reads them, on the patch grid."""
+    """The weighted sum of rows [B,n,N] of a (to, from) matrix, on the patch grid."""
     return ask.vit.patches((weights[:, :, None] * product).sum(1))
 
 
@@ -106,24 +104,24 @@ def tam(
     first_state: bool = False,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Transition attention maps: attention chained over the blocks, times an integrated gradient.
+    """Transition attention maps: a product of attention over the blocks, times an integrated gradient.
 
         r = mean_h A_{L-1}[CLS],   r <- r + r mean_h A_l   for l = L-2 down to `start`
         W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))[CLS]
 
-    The map is r * W. The alphas run from 0 to 1, both included, so the baseline is a tensor of zeros. Without a CLS
-    token, each row that the classifier reads is treated so, and the rows are averaged. Presets: `tis` starts at block
-    0, `interpretdl` explains the probability.
+    The map is r * W. The alphas are equally spaced from 0 to 1 inclusive, so the baseline is a tensor of zeros. Without
+    a CLS token, the maps of all rows that the classifier reads are averaged. Presets: `tis` starts at block 0,
+    `interpretdl` explains the probability.
 
     Args:
-        start: The first block; None: block 4, or the last of a shallower model.
-        first_state: Whether r keeps its value at the last block.
+        start: The first block; None: block 4, or the last block of a shallower model.
+        first_state: Whether only the last block is used for r.
     """
     depth = ask.vit.depth
     first = depth - 1 if first_state else _first_block(start, 4, depth)
-    seen = _layer_pass(ask, lambda b: b.heads_mean, {"A"}, first)
-    rows, weights = _read_rows(ask, seen, readout)
-    matrices: dict[int, Tensor] = dict(seen.layers())
+    result = _layer_pass(ask, lambda b: b.heads_mean, {"A"}, first)
+    rows, weights = _read_rows(ask, result, readout)
+    matrices: dict[int, Tensor] = dict(result.layers())
     state = matrices.pop(depth - 1)[:, rows]
     for layer in sorted(matrices, reverse=True):
         state = state + state @ matrices[layer]
@@ -131,7 +129,7 @@ def tam(
 
 
 def head_importance(b: Evidence) -> Tensor:
-    """I_h = mean_ij |A_h^T G_h|, normalised over the heads of each image [B,H]; uniform if no head has a gradient."""
+    """I_h = mean_ij |A_h^T G_h| [B,H], normalised over the heads; uniform if no head has a gradient."""
     raw = (b.A.transpose(-2, -1) @ b.G).abs_().mean((-2, -1))
     total = raw.sum(1, keepdim=True)
     return torch.where(total > 0, raw / total, 1 / raw.shape[1])
@@ -144,7 +142,7 @@ def _by_importance(b: Evidence) -> Tensor:
 
 
 def value_ratio(b: Evidence) -> Tensor:
-    """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: all heads' values with their bias, without the projection's bias."""
+    """nu_j = ||v_j W_O^T|| / ||x_j|| [B,N]: the values of all heads with their bias, without the projection's bias."""
     image = b.v.transpose(1, 2).flatten(2) @ linear(b.parts.out).weight.T
     ratio: Tensor = image.norm(dim=-1) / b.x.norm(dim=-1).clamp(min=1e-12)
     return ratio
@@ -168,21 +166,21 @@ def bt_h(
     with_integral: WithIntegral = True,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Attention weighted head by head and accumulated over the blocks, times an integrated gradient.
+    """Attention weighted by head and accumulated over the blocks, times an integrated gradient.
 
         R = prod_l (I + sum_h I_h A_h),   I_h = mean_ij |A_h^T G_h|, normalised over the heads of each image
         W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))
 
-    The map is the CLS row of R times W; the paper calls R attention perception and W reasoning feedback. W is that of
-    `tam`. Presets: `tis` starts at block 0, `interpretdl` explains the probability.
+    The map is the CLS row of R times W of `tam`. The paper calls R attention perception and W reasoning feedback.
+    Presets: `tis` starts at block 0, `interpretdl` explains the probability.
 
     Args:
-        start: The first block; None: block 3, or the last of a shallower model.
+        start: The first block; None: block 3, or the last block of a shallower model.
     """
     first = _first_block(start, 3, ask.vit.depth)
-    seen = _layer_pass(ask, _by_importance, {"A", "G"}, first)
-    rows, weights = _read_rows(ask, seen, readout)
-    perception = _perception(seen.layers(), rows)
+    result = _layer_pass(ask, _by_importance, {"A", "G"}, first)
+    rows, weights = _read_rows(ask, result, readout)
+    perception = _perception(result.layers(), rows)
     return _read(ask, weights, perception * feedback(ask, rows, steps, with_integral))
 
 
@@ -204,18 +202,18 @@ def bt_t(
     with_integral: WithIntegral = True,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Attention weighted token by token and accumulated over the blocks, times an integrated gradient.
+    """Attention weighted by token and accumulated over the blocks, times an integrated gradient.
 
         R = prod_l (I + mean_h A_l diag(nu_l)),   nu_j = ||v_j W_O^T|| / ||x_j||
 
-    The map is the CLS row of |R| times W of `tam`. The values v of all heads include their bias, and x is the block's
-    input before its norm. Presets: `tis` starts at block 0, `interpretdl` at block 3 and explains the probability.
+    The map is the CLS row of |R| times W of `tam`. The values v include their bias, and x is the input of the block
+    before its norm. Presets: `tis` starts at block 0, `interpretdl` at block 3 and explains the probability.
 
     Args:
-        start: The first block; None: block 6, or the last of a shallower model.
+        start: The first block; None: block 6, or the last block of a shallower model.
     """
     first = _first_block(start, 6, ask.vit.depth)
-    seen = _layer_pass(ask, lambda b: b.heads_mean * value_ratio(b)[:, None], {"A", "v", "x"}, first)
-    rows, weights = _read_rows(ask, seen, readout)
-    perception = _perception(seen.layers(), rows)
+    result = _layer_pass(ask, lambda b: b.heads_mean * value_ratio(b)[:, None], {"A", "v", "x"}, first)
+    rows, weights = _read_rows(ask, result, readout)
+    perception = _perception(result.layers(), rows)
     return _read(ask, weights, perception.abs() * feedback(ask, rows, steps, with_integral))

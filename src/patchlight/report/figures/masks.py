@@ -17,10 +17,10 @@ from patchlight.methods.vitcx import (
     cluster_masks,
     clusters,
     cosine_distances,
-    draws,
     masked_scores,
     saliency,
-    scaled,
+    sample_noise,
+    scale_to_unit,
     upsampled,
 )
 
@@ -38,7 +38,7 @@ def ask_about(vit: Anatomy, image: Tensor, target: int = 0, seed: int = 0) -> As
 def channel_masks(ask: Ask, layer: int | str = NORM1) -> tuple[Tensor, float]:
     """The channels of a layer as masks [D,h,w] in [0, 1], without constant ones, and the score of the clean image."""
     features, clean = feature_maps(ask, layer)
-    masks, spans = scaled(features[0].double(), ask.vit.extent)
+    masks, spans = scale_to_unit(features[0].double(), ask.vit.extent)
     return masks[spans > 0], float(clean[0, 0])
 
 
@@ -86,7 +86,7 @@ class Impact:
         mask = self.at_size(index)
         image = self.ask.images * mask
         if noisy:
-            image = image + (1 - mask) * self.sigma * draws(self.ask)(torch.tensor([index]))
+            image = image + (1 - mask) * self.sigma * sample_noise(self.ask)(torch.tensor([index]))
         score = target_scores(self.ask.vit.logits(image), self.ask.targets, self.ask.score, self.ask.vit.outputs)
         return image[0], float(score.flatten()[0])
 
@@ -97,5 +97,5 @@ def impact(ask: Ask, distance: float = DISTANCE, sigma: float = SIGMA, layer: in
     channels, clean = channel_masks(ask, layer)
     masks = cluster_channels(channels, vit.extent, distance)
     owner, clean_score = torch.zeros(len(masks), dtype=torch.long), torch.full((1, 1), clean, device=vit.device)
-    scores = causal_scores(ask, upsampled(masks, ask.images, vit.extent), owner, clean_score, draws(ask), sigma)
+    scores = causal_scores(ask, upsampled(masks, ask.images, vit.extent), owner, clean_score, sample_noise(ask), sigma)
     return Impact(ask, masks, clean, scores[:, 0].double().cpu(), sigma)

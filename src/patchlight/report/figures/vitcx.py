@@ -31,7 +31,7 @@ from patchlight.evidence.runner import LayerJob
 from patchlight.methods.base import Ask
 from patchlight.methods.cams import NORM1, Place, feature_maps
 from patchlight.methods.rise import draw_grids
-from patchlight.methods.vitcx import cosine_distances, scaled, upsampled
+from patchlight.methods.vitcx import cosine_distances, scale_to_unit, upsampled
 from patchlight.metrics.localisation import unit_range
 from patchlight.metrics.sanity import stages, twin
 from patchlight.report.figures import sheet
@@ -110,7 +110,7 @@ def features(
         maps = feature_maps(ask, layer)[0][0]
         count = min(columns, len(maps))
         chosen = [(2 * k + 1) * len(maps) // (2 * count) for k in range(count)] if channels is None else channels
-        masks = scaled(maps[chosen].double(), drawing.vit.extent)[0]
+        masks = scale_to_unit(maps[chosen].double(), drawing.vit.extent)[0]
         through = ask.images * upsampled(masks, ask.images, drawing.vit.extent)(torch.arange(len(chosen)))
         attention = _attention_maps(drawing, ask, columns)
         parts = {
@@ -216,7 +216,7 @@ def _similarities_of_cnn(drawing: Drawing, name: str, weights: str) -> list[Tens
     similarities = []
     for picture in drawing.pictures:
         maps = model.forward_features(preprocess.tensor(picture)[None])[0]
-        masks, spans = scaled(maps.double(), (height, width))
+        masks, spans = scale_to_unit(maps.double(), (height, width))
         similarities.append(mask_similarities(masks[spans > 0], (height, width)))
     return similarities
 
