@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
@@ -28,8 +29,8 @@ from patchlight.evidence.rows import Matrix, times
 from patchlight.evidence.rules import Rule
 from patchlight.evidence.runner import WHOLE, Course, LayerJob
 
-Level = Literal["token", "pixel"]
-"""The resolution of a map: one value for each patch token, or for each pixel."""
+LEVEL = "The resolution of the map: one value for each patch token, or for each pixel."
+Level = Annotated[Literal["token", "pixel"], Field(description=LEVEL)]
 Reads = frozenset[tuple[str, int]]
 """Parts of the evidence by letter and block, such as ("y", 3)."""
 GROUPS: Mapping[str, str] = {
@@ -379,8 +380,7 @@ class Method(Entry):
         """The settings of the method and of a composition."""
         settings = {**settings_of(self.function), **(composition.settings if composition is not None else {})}
         if len(self.levels) > 1 and "level" not in settings:
-            text = "One value for each patch token, or for each pixel."
-            settings["level"] = Setting("level", Level, self.levels[0], text)
+            settings["level"] = Setting("level", Level, self.levels[0], LEVEL)
         return settings
 
 

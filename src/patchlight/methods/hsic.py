@@ -1,4 +1,4 @@
-"""HSIC attribution: how strongly the score depends on whether a cell of the image is shown, by a kernel measure."""
+"""HSIC attribution: the dependence of the score on the visibility of each cell of the image."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def draw_masks(n: int, cells: int, sampler: Sampler, seed: int) -> Tensor:
 def hsic_of(masks: Tensor, outputs: Tensor, floor: float) -> Tensor:
     """HSIC_j = sum((H K_j H) * (H L H)) / n [R,cells] of binary masks m [n,cells] and outputs y [R,n], in float64.
 
-    K_ab = 1.5 - (m_a - m_b)^2 and L_ab = exp(-(y_a - y_b)^2 / (2 w^2)), w = |median of y|, at least `floor`. H removes
-    the terms of K that depend on one index, so only its product term counts: HSIC_j = 2/n m_j^T (H L H) m_j.
+    K_ab = 1.5 - (m_a - m_b)^2 and L_ab = exp(-(y_a - y_b)^2 / (2 w^2)), w = |median of y|, at least `floor`. The
+    centring H removes the terms of K that depend on one index, so HSIC_j = 2/n m_j^T (H L H) m_j.
     """
     m, y = masks.double().to(outputs.device), outputs.double()
     m = m - m.mean(0)
     width = y.median(1).values.abs().clamp_min(floor)
 
-    def some(y: Tensor, width: Tensor) -> Tensor:
+    def hsic_of_rows(y: Tensor, width: Tensor) -> Tensor:
         L = torch.exp(-((y[:, :, None] - y[:, None]) ** 2) / (2 * width[:, None, None] ** 2))
         return 2 / len(m) * (m * (L @ m)).sum(1)
 
     rows = max(1, _AT_ONCE // len(m) ** 2)
-    return torch.cat([some(a, b) for a, b in zip(y.split(rows), width.split(rows), strict=True)])
+    return torch.cat([hsic_of_rows(a, b) for a, b in zip(y.split(rows), width.split(rows), strict=True)])
 
 
 @ablates(
@@ -75,36 +75,35 @@ def hsic(
     level: Level = "pixel",
     tolerance: Tolerance | None = None,
 ) -> Estimate:
-    """How strongly the score depends on whether a cell is shown, without its direction.
+    """Dependence of the score on the visibility of each cell, without its sign.
 
         HSIC_j = sum((H K_j H) * (H L H)) / n,   K_j of the masks of cell j,   L of the scores
 
-    This is the Hilbert-Schmidt independence criterion between a cell's binary mask and the score. The masks are
-    quasi-random, the same for all images, and upsampled by nearest neighbour; L is a Gaussian kernel whose width w is
-    the median of an image's scores for a class. The map of cells is resized to the image bicubically, which may ring
-    below 0. Presets: `authors` (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500).
+    This is the Hilbert-Schmidt independence criterion between the binary mask of a cell and the score. The masks are
+    quasi-random, the same for all images, and upsampled by nearest neighbour. L is a Gaussian kernel whose width w is
+    the median of the scores of an image. The map is upsampled bicubically, so it may be negative. Presets: `authors`
+    (Latin hypercube, 7 x 7, 1536 masks), `xplique` (Sobol, 8 x 8, 500).
 
     Args:
         samples: Number of masks.
         grid: Cells along each side of a mask.
         sampler: A Sobol sequence, or a Latin hypercube ("lhs").
-        floor: Smallest |w|: a median near 0 would make every score unlike every other.
-        level: "pixel", or "token": the mean in each patch.
+        floor: Smallest |w|; with a median close to 0, the kernel of different scores would be 0.
     """
     masks = draw_masks(samples, grid * grid, sampler, ask.seed)
 
     def score(images: Tensor, part: slice) -> Tensor:
-        some, shown = ask.of(images), masks[part].view(-1, grid, grid)
-        filling = fill_images(fill, some.images, ask.vit, ask.seed)
-        variants = PixelMasks(owners(some, len(shown)), shown.repeat(len(images), 1, 1), filling)
-        return some.score_variants(variants).view(len(images), len(shown), -1)
+        ask_part, shown = ask.of(images), masks[part].view(-1, grid, grid)
+        filling = fill_images(fill, ask_part.images, ask.vit, ask.seed)
+        variants = PixelMasks(owners(ask_part, len(shown)), shown.repeat(len(images), 1, 1), filling)
+        return ask_part.score_variants(variants).view(len(images), len(shown), -1)
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
         n, outputs = scores.shape[1], scores.mT.flatten(0, 1)
 
         def fit(weights: Tensor) -> Tensor:
-            kept = weights.bool()
-            cells = hsic_of(masks[:n][kept.cpu()], outputs[:, kept], floor) / weights.mean()
+            members = weights.bool()
+            cells = hsic_of(masks[:n][members.cpu()], outputs[:, members], floor) / weights.mean()
             image = to_pixels(cells.view(len(images), -1, grid, grid), ask.images.shape[-2:], upsampling="bicubic")
             return at_level(image.to(ask.images), level, ask)
 

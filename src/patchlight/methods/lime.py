@@ -1,4 +1,4 @@
-"""LIME: a weighted linear model of the score, fitted on images with random segments hidden."""
+"""LIME: a weighted linear model of the score, fitted to images with random hidden segments."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
 def patch_labels(vit: Anatomy, size: tuple[int, ...], unit: Unit = "patch") -> Tensor:
-    """The patch, or set of patches, that each pixel belongs to, in reading order: [H,W]."""
+    """The number [H,W] of the patch, or set of patches, of each pixel."""
     index = vit.layout.sets(unit).double().view(1, 1, *vit.grid)
     return to_pixels(index, size, vit.extent, "nearest")[0, 0].long()
 
 
 def picture(image: Tensor, vit: Anatomy) -> np.ndarray:
-    """A normalised image [3,H,W] in its original colours, from 0 to 1: [H,W,3]."""
+    """The colours [H,W,3], from 0 to 1, of a normalised image [3,H,W]."""
     if len(image) != 3:
         raise PatchlightError(f"superpixels need colours, but this model reads {len(image)} channels; use patches")
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (vit.preprocess.mean, vit.preprocess.std))
@@ -45,7 +45,7 @@ def picture(image: Tensor, vit: Anatomy) -> np.ndarray:
 
 
 def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
-    """Quickshift segments [H,W] of one normalised image [3,H,W], in its original colours: labels from 0."""
+    """Labels [H,W] of the quickshift segments of a normalised image [3,H,W]."""
     try:
         from skimage.segmentation import quickshift
     except ImportError:
@@ -55,7 +55,7 @@ def superpixels(image: Tensor, vit: Anatomy) -> Tensor:
 
 
 def segment_means(images: Tensor, labels: Tensor) -> Tensor:
-    """Each segment in its mean colour: images [B,C,H,W], labels [B,H,W]."""
+    """Images [B,C,H,W] in which each segment of labels [B,H,W] has its mean colour."""
     index = labels.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     total = images.new_zeros(*images.shape[:2], int(labels.max()) + 1)  # also of a video [B,C,T,H,W]
     count = total.scatter_add(2, index, torch.ones_like(images).flatten(2))
@@ -77,7 +77,7 @@ def fit(z: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Tensor:
 
 
 def kernel(z: Tensor, counts: Tensor, width: float) -> Tensor:
-    """pi = sqrt(exp(-d^2 / width^2)) with the cosine distance to all ones, d = 1 - sqrt(k / S): z [B,n,S] to [B,n]."""
+    """pi = sqrt(exp(-d^2 / width^2)) [B,n], with d = 1 - sqrt(k / S) the cosine distance of z [B,n,S] to all ones."""
     distance = 1 - (z.double().sum(-1) / counts[:, None]).sqrt()
     return torch.exp(-(distance**2) / width**2).sqrt()
 
@@ -106,19 +106,18 @@ def lime(
 
         min_b sum_i pi_i (f_i - b_0 - z_i b)^2 + ridge |b|^2,   pi_i = sqrt(exp(-d_i^2 / width^2))
 
-    z_i in {0,1}^S says which segments sample i shows: each with probability 1/2, in the first sample all. d_i is the
-    cosine distance of z_i to 1. The map is b, signed, fitted in float64. Presets: `paper` (superpixels, 1000 samples, a
-    map of pixels), `token`. One forward pass per sample.
+    z_i in {0,1}^S are the visible segments of sample i: each with probability 1/2, in the first sample all. d_i is the
+    cosine distance of z_i to 1. The map is b, signed. Presets: `paper` (superpixels, 1000 samples, a map of pixels),
+    `token`. One forward pass per sample.
 
     Args:
         samples: Number of samples; there are more patches than superpixels, so the default is above the paper's 1000.
-        unit: What a segment is: a "patch", a patch whose token is removed ("token"), a quickshift superpixel ("pixel";
-            needs the extra `lime`), or a set of patches ("frame", "tube", "band", "slice"), whose cells share its
-            coefficient evenly.
-        fill: What hidden segments show: their mean colour, or another fill.
-        width: Width of the kernel that weighs the samples.
+        unit: A segment: a "patch", a patch whose token is removed ("token"), a quickshift superpixel ("pixel"; needs
+            the extra `lime`), or a set of patches ("frame", "tube", "band", "slice"), whose coefficient is divided
+            equally among its cells.
+        fill: The fill of hidden segments; "segment-mean" is their mean colour.
+        width: Width of the kernel that weights the samples.
         ridge: Penalty on the coefficients.
-        level: "token": maps [B,h,w], superpixels averaged over each patch. "pixel": segments painted on pixels [B,H,W].
     """
     size, layout, removes = ask.vit.geometry.size, ask.vit.layout, drops(unit, fill)
     if unit == "pixel":
@@ -132,44 +131,44 @@ def lime(
         shown[0, :count] = True
     labels = labels.to(ask.images.device).expand(len(ask.images), *size)
 
-    def of(images: Tensor) -> Tensor:
+    def segments(images: Tensor) -> Tensor:
         return z if len(z) == 1 else z[images]
 
     def score(images: Tensor, part: slice) -> Tensor:
-        shown, some = of(images)[:, part], ask.of(images)
+        shown, ask_part = segments(images)[:, part], ask.of(images)
         if removes:
-            return score_kept(some, in_sets(shown, layout, unit).flatten(2))
-        return _score_segments(some, shown, labels[images], fill)
+            return score_kept(ask_part, in_sets(shown, layout, unit).flatten(2))
+        return _score_segments(ask_part, shown, labels[images], fill)
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
-        where = torch.device("cpu") if scores.device.type == "mps" else scores.device
-        shown, y = of(images)[:, : scores.shape[1]].to(where), scores.to(where)
-        nearness = kernel(shown, (counts if len(z) == 1 else counts[images]).to(where), width)
+        device = torch.device("cpu") if scores.device.type == "mps" else scores.device
+        shown, y = segments(images)[:, : scores.shape[1]].to(device), scores.to(device)
+        nearness = kernel(shown, (counts if len(z) == 1 else counts[images]).to(device), width)
         index = labels[images.to(labels.device)].flatten(1)[:, None].expand(-1, scores.shape[-1], -1)
 
-        def map_of(weights: Tensor) -> Tensor:
-            found = fit(shown, y, nearness * weights, ridge).to(scores)
+        def fit_map(weights: Tensor) -> Tensor:
+            coefficients = fit(shown, y, nearness * weights, ridge).to(scores)
             if unit != "pixel" and level == "token":
-                return shared_in_sets(found, layout, unit)
-            painted = found.gather(2, index).view(*found.shape[:2], *size)
-            return painted if level == "pixel" else to_cells(painted, ask.vit.grid, ask.vit.extent)
+                return shared_in_sets(coefficients, layout, unit)
+            pixels = coefficients.gather(2, index).view(*coefficients.shape[:2], *size)
+            return pixels if level == "pixel" else to_cells(pixels, ask.vit.grid, ask.vit.extent)
 
-        return jackknife(map_of, scores.shape[1], y)
+        return jackknife(fit_map, scores.shape[1], y)
 
     return in_rounds(ask, samples, tolerance, score, estimate)
 
 
 def _score_segments(ask: Ask, z: Tensor, labels: Tensor, fill: Fill | Literal["segment-mean"]) -> Tensor:
-    """Scores [B,n,T] of images with the segments z [B,n,S] (or one z for all) shown, of labels [B,H,W]."""
+    """Scores [B,n,T] of images with only the segments z [B,n,S] (or one z for all), for labels [B,H,W]."""
     if fill == "segment-mean":
         filling: Filling = ask.vit.as_input(segment_means(ask.vit.channels_first(ask.images), labels))
     else:
         filling = fill_images(fill, ask.images, ask.vit, ask.seed)
     owner, flat = owners(ask, z.shape[1]), z.expand(len(ask.images), -1, -1).flatten(0, 1)
 
-    def shown(part: slice) -> Tensor:
+    def masks(part: slice) -> Tensor:
         index = labels[owner[part].to(labels.device)].flatten(1)
         return flat[part].to(ask.images).gather(1, index).view(-1, *labels.shape[1:])
 
-    scores = ask.score_variants(MadeMasks(owner, shown, filling))
+    scores = ask.score_variants(MadeMasks(owner, masks, filling))
     return scores.view(len(ask.images), z.shape[1], -1)

@@ -1,10 +1,10 @@
 """Layer-wise relevance propagation through plain ViTs: LRP, partial LRP and TransAtt.
 
-Relevance is divided by values of the forward: by sums at skips, by A v and by q k^T, some of which nearly cancel, so
-with real weights the maps of a float32 forward are arbitrary. The forward is therefore always in float64. The backward
-pass (sums of terms of one sign, products with weights) is well conditioned: it is in float64 for `precision="full"`,
-the reference, and otherwise in float32, whose products may round to TF32 on CUDA. Methods based on layer-wise relevance
-propagation may be covered by patents in some countries; make sure that your use is allowed.
+Relevance is divided by values of the forward (sums at skips, A v and q k^T), some of which nearly cancel, so maps of a
+float32 forward are arbitrary. The forward is therefore always in float64. The backward pass is well conditioned: it is
+in float64 for `precision="full"`, the reference, and otherwise in float32, whose products may round to TF32 on CUDA.
+Methods based on layer-wise relevance propagation may be covered by patents in some countries; make sure that your use
+is allowed.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ STABILISER = 1e-9
 
 
 def over(a: Tensor, b: Tensor) -> Tensor:
-    """a / (b + 1e-9), with the stabiliser signed like b; 0 where b is 0."""
+    """a / (b + 1e-9), or 0 if b is 0."""
     return a / torch.where(b == 0, torch.inf, b + STABILISER)
 
 
 def linear_rule(
     x: Tensor, weight: Tensor, R: Tensor, rules: Rules, z: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """The alpha = 1 rule of z = W x, biases ignored: only products x_i W_ji > 0 carry relevance.
+    """The alpha = 1 rule of z = W x without biases: only products x_i W_ji > 0 carry relevance.
 
-    `ours`: R_i = sum_j (x_i W_ji)^+ R_j / sum_k (x_k W_jk)^+. `orig` has one denominator for positive and one for
-    negative inputs, so it gives about twice R. z = W x + bias may be given if known.
+    `ours`: R_i = sum_j (x_i W_ji)^+ R_j / sum_k (x_k W_jk)^+. `orig` has separate denominators for positive and
+    negative inputs, so the result sums to about twice R. z = W x + bias may be given if known.
     """
     if rules == "orig":
         up, down = weight.clamp(min=0), weight.clamp(max=0)
         positive, negative = F.linear(x.clamp(min=0), up), F.linear(x.clamp(max=0), down)
         return torch.where(x > 0, over(R, positive) @ up, over(R, negative) @ down).mul_(x)
-    # 2 sum (xW)^+ = sum |x||W| + W x and 2 W^+ = |W| + W: one product fewer than with the parts. Where no product is
-    # positive, nothing is carried, regardless of the finite value of R over nothing.
+    # 2 sum (xW)^+ = sum |x||W| + W x and 2 W^+ = |W| + W need one product fewer than the positive and negative parts.
+    # If no product is positive, no relevance is carried, whatever the value of the denominator.
     z, size, least = F.linear(x, weight) if z is None else z, weight.abs(), 2 * STABILISER
     offset = weight.new_full(weight.shape[:1], least) if bias is None else least - bias
     positive = F.linear(x.abs(), size, offset).add_(z).clamp_(min=least)
@@ -57,19 +57,20 @@ def linear_rule(
     return torch.where(x > 0, up, down).mul_(x)
 
 
-def add_rule(a: Tensor, b: Tensor, R: Tensor, rules: Rules, both: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Relevance of the terms of a + b, or of `both` if that is more precise: a R / (a + b) and b R / (a + b).
+def add_rule(a: Tensor, b: Tensor, R: Tensor, rules: Rules, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Relevance of the terms of a + b: a R / (a + b) and b R / (a + b); `total` is a + b if known more precisely.
 
-    `ours` rescales each to its share of |sum r_a| + |sum r_b|, of sum R in total; the sums are over one sample.
+    `ours` rescales both, so that their sums over a sample are proportional to |sum r_a| and |sum r_b| and add up to
+    sum R.
     """
-    share = over(R, a + b if both is None else both)
+    share = over(R, a + b if total is None else total)
     ra, rb = a * share, b * share
     if rules == "orig":
         return ra, rb
     axes = tuple(range(1, R.ndim))
-    sa, sb, total = (t.sum(axes, keepdim=True) for t in (ra, rb, R))
+    sa, sb, sr = (t.sum(axes, keepdim=True) for t in (ra, rb, R))
     sizes = sa.abs() + sb.abs()
-    return ra.mul_(over(over(sa.abs(), sizes) * total, sa)), rb.mul_(over(over(sb.abs(), sizes) * total, sb))
+    return ra.mul_(over(over(sa.abs(), sizes) * sr, sa)), rb.mul_(over(over(sb.abs(), sizes) * sr, sb))
 
 
 def clone_rule(x: Tensor, R: Tensor) -> Tensor:
@@ -80,14 +81,14 @@ def clone_rule(x: Tensor, R: Tensor) -> Tensor:
 def product_rule(X: Tensor, Y: Tensor, Z: Tensor, R: Tensor, stabiliser: float = STABILISER) -> tuple[Tensor, Tensor]:
     """Relevance of the factors of Z = X Y, half to each: X (S Y^T) / 2 and Y (X^T S) / 2 with S = R / Z.
 
-    Where Z is 0 because a row of X or a column of Y is, that factor gets 0.
+    If Z is 0 because a row of X or a column of Y is 0, that factor gets 0.
     """
     share, half = R / (Z + stabiliser), Y / 2
     return (share @ half.transpose(-2, -1)).mul_(X), (X.transpose(-2, -1) @ share).mul_(half)
 
 
 def pixel_rule(images: Tensor, conv: nn.Conv2d, R: Tensor) -> Tensor:
-    """The z^B rule of the patch projection, from R [B,P,D]; the bounds are an image's smallest and largest value."""
+    """The z^B rule of the patch projection for R [B,P,D]; the bounds are the smallest and largest value of an image."""
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     weight = conv.weight.detach().to(images).flatten(1)
     terms = [
@@ -100,11 +101,11 @@ def pixel_rule(images: Tensor, conv: nn.Conv2d, R: Tensor) -> Tensor:
 
 
 class Inside(NamedTuple):
-    """What the backward pass reads of a block with input tokens x [B,N,D].
+    """The values of a block that the backward pass reads, for input tokens x [B,N,D].
 
-    The classifier reads one token of the last block, so o [B,H,r,d], attended, u, hidden and added [B,r,D or 4D] have
-    only that row; elsewhere r = N. attended and added are before layer scales, hidden before the activation. qkv
-    [B,N,3D] stays in float64, in which q k^T must be computed.
+    In the last block, o [B,H,r,d], attended, u, hidden and added [B,r,D or 4D] have one row, that of the token which
+    the classifier reads; elsewhere r = N. attended and added are before layer scale, hidden is before the activation.
+    qkv [B,N,3D] is in float64, because q k^T must be computed in float64.
     """
 
     x: Tensor
@@ -116,7 +117,7 @@ class Inside(NamedTuple):
     added: Tensor
 
     def to(self, like: Tensor) -> Inside:
-        """All but qkv in another type."""
+        """All tensors except qkv in another type."""
         return Inside(*(t.to(like) for t in self))._replace(qkv=self.qkv)
 
 
@@ -151,7 +152,7 @@ class Block:
         self.factor = (len(self.qkv.weight) // 3 // heads) ** -0.5
 
     def __call__(self, x: Tensor, rows: int) -> tuple[Inside, Tensor]:
-        """The forward to y [B,r,D]: all keys and values, and the first `rows` tokens after attention."""
+        """The forward to y [B,r,D]: keys and values of all tokens, but only the first `rows` tokens after attention."""
         qkv = self.qkv(self.norm1(x))
         q, k, v = self._split(qkv)
         o = (q[:, :, :rows] * self.factor @ k.mT).softmax(-1) @ v
@@ -170,7 +171,7 @@ class Block:
         return Attention(q[:, :, : t.u.shape[1]] * self.factor, k, v, products, products.softmax(-1), qkv)
 
     def gradient(self, t: Inside, s: Attention, g: Tensor, down: bool) -> tuple[Tensor, Tensor]:
-        """From the gradient g of y to G = do v^T, that of A; with `down` to that of x, otherwise of u."""
+        """The gradients of A (G = do v^T) and of x (with `down`; otherwise of u), from the gradient g of y."""
         g_hidden = _pull_gradient(self.activation, t.hidden, _scaled(g, self.scale2) @ self.fc2.weight)
         g = _pull_gradient(self.norm2, t.u, g_hidden @ self.fc1.weight).add_(g)
         g_o = (_scaled(g, self.scale1) @ self.out.weight).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -187,9 +188,9 @@ class Block:
     def relevance(
         self, t: Inside, s: Attention, y: Tensor, R: Tensor, rules: Rules, down: bool
     ) -> tuple[Tensor, Tensor]:
-        """From the relevance R of y to that of A; with `down` to that of x, otherwise of the skip around attention.
+        """The relevance of A and of x (with `down`; otherwise of the skip around attention), from the relevance R of y.
 
-        Norms, activation, softmax and scales pass it on unchanged.
+        Norms, activation, softmax and scales do not change relevance.
         """
         Ru, Ra = add_rule(t.u, _scaled(t.added, self.scale2), R, rules, y)
         Rh = linear_rule(self.activation(t.hidden), self.fc2.weight, Ra, rules, t.added, self.fc2.bias)
@@ -221,7 +222,7 @@ class Block:
 
 
 class RelevanceStep(NamedTuple):
-    """One block of a relevance pass: relevance R_A and gradient G of its attention, relevance of its input tokens."""
+    """One block of a relevance pass: relevance R_A and gradient G of attention, and relevance R of the input tokens."""
 
     layer: int
     RA: Tensor
@@ -230,11 +231,11 @@ class RelevanceStep(NamedTuple):
 
 
 class Relevance:
-    """A float64 forward over `ask.images`; `steps` then iterates from the last block down.
+    """A float64 forward over `ask.images`, and a relevance pass from the last block to the first (`steps`).
 
-    With `full` precision the backward pass is in float64 too, and recomputes each block from its input tokens, in the
-    memory of one block. Otherwise it is in float32 and reads what the forward kept of the blocks from `first` on: 60 N
-    D bytes per block and image, 110 MB in total for a ViT-B/16 at 224.
+    With `full` precision, the relevance pass is in float64 and recomputes each block from its input tokens. Otherwise
+    it is in float32 and reads values saved by the forward: 60 N D bytes per block and image, 110 MB in total for a
+    ViT-B/16 at 224.
     """
 
     def __init__(self, ask: Ask, rules: Rules, precision: Decided = "full") -> None:
@@ -247,7 +248,7 @@ class Relevance:
         self.images = ask.images.detach().to(self.exact)
         first = min(ask.layers, default=0)
         self.tokens: dict[int, Tensor] = {}
-        self.kept: dict[int, Inside] = {}
+        self.saved: dict[int, Inside] = {}
         with torch.no_grad():
             self.embedded, self.positions = _embedded(ends, self.images)
             x = self.embedded + self.positions
@@ -257,7 +258,7 @@ class Relevance:
                 if self.full:
                     self.tokens[layer] = x
                 elif layer >= first:
-                    self.kept[layer] = inside.to(self.like)
+                    self.saved[layer] = inside.to(self.like)
                 x = y
         self.last = x
 
@@ -265,13 +266,13 @@ class Relevance:
         return Block(self.vit.parts(layer), self.vit.heads, like)
 
     def rows(self, layer: int) -> int:
-        """Number of tokens that are read after a block's attention: CLS alone in the last block."""
+        """Number of tokens that are read after a block's attention: in the last block, only CLS."""
         return 1 if layer == self.vit.depth - 1 else self.vit.tokens
 
     def start(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits, scores [B,1], and relevance and gradient of the last tokens.
+        """Logits, scores [B,1], and the relevance and gradient of the last tokens.
 
-        Relevance starts as 1 at the target's logit, a - b for a pair and -y for label 0 of a one-output head.
+        The relevance of the target's logit is 1; of a pair, it is a - b; of label 0 of a one-output head, -y.
         """
         head = linear(self.ends.head).to(self.exact)
         x = self.last.detach().requires_grad_()
@@ -290,9 +291,9 @@ class Relevance:
         return logits.detach(), scores.detach(), self._all_rows(R), self._all_rows(g)
 
     def steps(self, R: Tensor, g: Tensor | None, first: int, down: bool = True) -> Iterator[RelevanceStep]:
-        """Blocks from the last to `first`; with the gradient g of the last tokens, also G.
+        """Propagate relevance from the last block to `first`, and the gradient g of the last tokens, if given.
 
-        Without `down`, block `first` ends at its attention, and its R is that of the skip alone.
+        Without `down`, block `first` ends at its attention, and its R is that of the skip only.
         """
         R, g, y = R.to(self.like), None if g is None else g.to(self.like), self.last.to(self.like)
         for layer in reversed(range(first, self.vit.depth)):
@@ -300,25 +301,25 @@ class Relevance:
             block, G, rows = self.block(layer, self.like), None, self.rows(layer)
             further = down or layer > first
             with torch.no_grad(), rounding(self.vit, "full" if self.full else "tf32"):
-                inside = block(self.tokens.pop(layer), rows)[0] if self.full else self.kept.pop(layer)
-                seen = block.attention(inside)
+                inside = block(self.tokens.pop(layer), rows)[0] if self.full else self.saved.pop(layer)
+                attention = block.attention(inside)
                 if g is not None:
-                    G, g = block.gradient(inside, seen, g[:, :rows], further)
+                    G, g = block.gradient(inside, attention, g[:, :rows], further)
                     G = self._all_rows(G)
-                RA, R = block.relevance(inside, seen, y, R[:, :rows], self.rules, further)
+                RA, R = block.relevance(inside, attention, y, R[:, :rows], self.rules, further)
             y = inside.x
             yield RelevanceStep(layer, self._all_rows(RA), G, R)
 
     def pixels(self, R: Tensor) -> Tensor:
-        """Relevance of the image [B,C,H,W] from that of x_0."""
+        """The relevance of the image [B,C,H,W], from the relevance R of x_0."""
         with torch.no_grad():
             R, _ = add_rule(self.embedded, self.positions.expand_as(self.embedded), R.to(self.exact), self.rules)
             return pixel_rule(self.images, self.ends.projection, self.vit.layout.of_cells(R))
 
-    def _all_rows(self, some: Tensor) -> Tensor:
-        """[..., r, D] as [..., N, D], with zeros for the rows that are not read."""
-        missing = self.vit.tokens - some.shape[-2]
-        return F.pad(some, (0, 0, 0, missing)) if missing else some
+    def _all_rows(self, rows: Tensor) -> Tensor:
+        """Pad [..., r, D] to [..., N, D] with zeros."""
+        missing = self.vit.tokens - rows.shape[-2]
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _norm(norm: nn.Module | None, x: Tensor) -> Tensor:
@@ -339,7 +340,7 @@ def _pull_gradient(function: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -
 
 
 def _patches(conv: nn.Conv2d, images: Tensor) -> Tensor:
-    """The patches [B,P,C*h*w] that a projection multiplies; float64 convolutions are slow on CUDA."""
+    """The patches [B,P,C*h*w] of a projection, computed as a product, because float64 convolutions are slow on CUDA."""
     return F.unfold(images, conv.kernel_size, stride=conv.stride).mT
 
 
@@ -352,7 +353,7 @@ def _embedded(ends: Ends, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_blocks(settings: Settings, vit: Anatomy) -> str | None:
-    """Why a model is not a plain ViT with a CLS token, all of whose parts can be read; None if it is."""
+    """Why a model is not a plain ViT with a CLS token and readable parts; None if it is."""
     for layer in range(vit.depth):
         parts = vit.parts(layer)
         if parts.beyond:
@@ -369,13 +370,13 @@ def refuse_blocks(settings: Settings, vit: Anatomy) -> str | None:
 
 
 def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
-    """mean_h ReLU(R_A), with `gradient` of R_A * G, for the requested blocks."""
-    seen = Relevance(ask, rules, ask.precision)
-    logits, scores, R, g = seen.start()
+    """mean_h ReLU(R_A), or with `gradient` mean_h ReLU(R_A * G), for the blocks `ask.layers`."""
+    relevance = Relevance(ask, rules, ask.precision)
+    logits, scores, R, g = relevance.start()
     maps: dict[int, Any] = {}
-    for step in seen.steps(R, g if gradient else None, min(ask.layers), down=False):
-        weighed = step.RA if step.G is None else step.RA.mul_(step.G)
-        maps[step.layer] = weighed.clamp_(min=0).mean(1).to(ask.images)
+    for step in relevance.steps(R, g if gradient else None, min(ask.layers), down=False):
+        weighted = step.RA if step.G is None else step.RA.mul_(step.G)
+        maps[step.layer] = weighted.clamp_(min=0).mean(1).to(ask.images)
     return Pass(logits.to(ask.images), ask.targets, scores.to(ask.images), [[maps]])
 
 
@@ -390,28 +391,28 @@ def _attention_maps(ask: Ask, rules: Rules, gradient: bool) -> Pass:
     cost="2 forwards in float64 + relevance pass of about 4 forwards",
 )
 def lrp(ask: Ask, rules: Rules = "orig", level: Level = "pixel") -> Tensor:
-    """Layer-wise relevance propagation from the class's logit to the pixels.
+    """Layer-wise relevance propagation from the logit of the class to the pixels.
 
-    Relevance 1 at the target's logit is passed down by the alpha = 1 rule at linear maps, a / (a + b) at skip
-    connections, half to each factor at matrix products, and z^B at the patch projection; norms, GELU, softmax and
-    scales pass it on unchanged. The map is summed over colours and signed.
+    The relevance of the target's logit is 1. It is propagated by the alpha = 1 rule at linear maps, by a / (a + b) at
+    skip connections, by halves to the factors of matrix products, and by z^B at the patch projection; norms, GELU,
+    softmax and scales do not change it. The map is summed over colours and signed.
 
-    `precision="auto"` is `full` on CUDA too, because signed relevance nearly cancels. With products rounded as in TF32
-    one image of 16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where the sum at a
-    skip connection changes sign.
+    `precision="auto"` is `full` on CUDA too, because signed relevance nearly cancels. With TF32 rounding, one image of
+    16 loses its order on `deit_tiny`: Spearman 0.997, and 0.11 with `rules="ours"`, where the sum at a skip connection
+    changes sign.
 
     Args:
-        rules: "orig": the paper's LRP baseline, which conserves nothing and reaches 1e9 and more. "ours": those of
-            TransAtt, whose sum stays 1.
+        rules: "orig": the paper's LRP baseline, which does not conserve relevance and reaches 1e9 and more. "ours": the
+            rules of TransAtt, whose sum is 1.
         level: "pixel", or "token": the relevance of x_0, summed over channels.
     """
-    seen = Relevance(ask, rules, ask.precision)
-    _, _, R, _ = seen.start()
-    for step in seen.steps(R, None, 0):
+    relevance = Relevance(ask, rules, ask.precision)
+    _, _, R, _ = relevance.start()
+    for step in relevance.steps(R, None, 0):
         R = step.R
     if level == "token":
         return ask.vit.patches(R.sum(-1)).to(ask.images)
-    return seen.pixels(R).sum(1).to(ask.images)
+    return relevance.pixels(R).sum(1).to(ask.images)
 
 
 @own_passes(
@@ -430,10 +431,11 @@ def partial_lrp(ask: Ask, rules: Rules = "orig") -> Pass:
 
         M = mean_h ReLU(R_A)
 
-    The map is the CLS row of M. No gradient is used; the class enters through the start of the relevance.
+    The map is the CLS row of M. No gradient is used; relevance starts at the logit of the class.
 
     Args:
-        rules: "orig": the paper's LRP baseline, which conserves nothing. "ours": those of TransAtt, whose sum stays 1.
+        rules: "orig": the paper's LRP baseline, which does not conserve relevance. "ours": the rules of TransAtt, whose
+            sum is 1.
     """
     return _attention_maps(ask, rules, gradient=False)
 
@@ -456,13 +458,13 @@ def transatt(ask: Ask, rules: Rules = "ours", gradient: bool = True) -> Pass:
 
         R = prod_l (I + mean_h ReLU(G_l * R_A,l))   from block `start` on
 
-    The map is the CLS row of R; nothing is normalised. R_A,l is the relevance of the attention [B,H,N,N] under the
-    conserving rules, G_l the gradient of the score. The library and the paper start at block 0 (default); preset
-    `scripts` at block 1, as the evaluation scripts do.
+    The map is the CLS row of R; nothing is normalised. R_A,l is the relevance of attention under the conserving rules,
+    and G_l is the gradient of the score. Preset `scripts` starts at block 1, as in the evaluation scripts; the library
+    and the paper start at block 0.
 
     Args:
-        rules: "ours" conserve relevance. "orig" conserves nothing, and can lose the order of patches in TF32;
+        rules: "ours" conserves relevance. "orig" does not, and can lose the order of the patches in TF32;
             `precision="full"` keeps it.
-        gradient: Whether G is included; without it this is the authors' rollout of relevance.
+        gradient: Whether G is included; without it, this is the authors' rollout of relevance.
     """
     return _attention_maps(ask, rules, gradient)

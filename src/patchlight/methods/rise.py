@@ -1,4 +1,4 @@
-"""RISE: random masks, each weighted by the score of the masked image."""
+"""RISE: random masks, weighted by the scores of the masked images."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 class RandomGrids:
     """Random masks in compact form: binary grids [N,s,s], their crop offsets, and the image size.
 
-    A mask is Y[a] g X[b]^T with Y[a] [H,s] the rows of the upsampling matrix from a on, so neither scoring nor summing
-    needs all N masks at once.
+    A mask is Y[a] g X[b]^T, with Y[a] [H,s] the rows of the upsampling matrix from a on, so the N masks are never in
+    memory together.
     """
 
     grids: Tensor
@@ -47,7 +47,7 @@ class RandomGrids:
 
     @cached_property
     def axes(self) -> tuple[Tensor, Tensor]:
-        """Y [cell,H,s] and X [cell,W,s]: the upsampling at every shift."""
+        """The upsampling matrices Y [cell,H,s] and X [cell,W,s] at every shift."""
         height, width = (upsampling(self.grids.shape[-1], n).to(self.grids) for n in self.size)
         return height, width
 
@@ -58,25 +58,25 @@ class RandomGrids:
         return y[a] @ self.grids[index] @ x[b].mT
 
     def weighted(self, scores: Tensor) -> Tensor:
-        """sum_i scores[...,i] M_i: [...,N] to [...,H,W].
+        """sum_i scores[...,i] M_i [...,H,W], from scores [...,N].
 
         Grids with the same shift are summed first, because upsampling is linear.
         """
         y, x = self.axes
         flat, shifts = scores.flatten(0, -2), torch.arange(len(y) * len(x), device=scores.device)
         small = flat.new_zeros(len(flat), self.grids[0].numel(), len(shifts))
-        for some in torch.arange(len(self.grids), device=scores.device).split(4096):
-            place = self.shifts[some, 0] * len(x) + self.shifts[some, 1]
-            small += (flat[:, None, some] * self.grids[some].flatten(1).T) @ (place[:, None] == shifts).to(flat)
+        for part in torch.arange(len(self.grids), device=scores.device).split(4096):
+            shift = self.shifts[part, 0] * len(x) + self.shifts[part, 1]
+            small += (flat[:, None, part] * self.grids[part].flatten(1).T) @ (shift[:, None] == shifts).to(flat)
         small = small.view(len(flat), *self.grids.shape[1:], len(y), len(x))
         rows = torch.einsum("kijab,bwj->kiaw", small, x)
         return torch.einsum("kiaw,ahi->khw", rows, y).view(*scores.shape[:-1], *self.size)
 
 
 def upsampling(cells: int, size: int) -> Tensor:
-    """The bilinear upsampling of s cells to a canvas of (s + 1) ceil(size / s), cropped at every shift: [cell,size,s].
+    """Bilinear upsampling of s cells to a canvas of (s + 1) ceil(size / s), cropped at every shift: [cell,size,s].
 
-    Pixel centres are aligned; beyond the outermost cell centres the grid is mirrored, not constant.
+    Pixel centres are aligned; beyond the outermost cell centres, the grid is mirrored.
     """
     cell = -(-size // cells)
     canvas = (cells + 1) * cell
@@ -124,18 +124,17 @@ def rise(
         R(x) = 1/(N p) sum_i f(X * M_i) M_i(x)
 
     A mask M_i is a binary grid, upsampled bilinearly to a canvas one cell larger than the image and cropped at a random
-    offset. Masks are the same for all images. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1, N
+    offset. All images have the same masks. Presets: `paper` (the default: s 7, p 0.5, N 4000), `repo` (s 8, p 0.1, N
     6000), `tis` (s 8, p 0.1, N 4000, logits), `vit-shapley` (tokens, p 0.5, N 2000, empirical).
 
     Args:
         samples: Number N of masks.
         grid: Cells s along each side of a mask.
         keep: Probability p that a cell is shown.
-        normaliser: "expected" divides by N p. "empirical" divides by sum_i M_i(x), which removes the masks' uneven
+        normaliser: "expected" divides by N p. "empirical" divides by sum_i M_i(x), which corrects for the uneven
             coverage at the borders.
-        unit: "pixel": masks as above. "patch" samples the patches independently, and "token" removes their tokens;
+        unit: "pixel": the masks above. "patch" samples patches independently, "token" also removes their tokens;
             "frame", "tube", "band" and "slice" sample these sets of patches.
-        level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
     layout = ask.vit.layout
     if unit == "pixel":
@@ -143,18 +142,18 @@ def rise(
         grids = draw_grids(samples, grid, keep, size, ask.generator()).to(ask.images)
     else:
         sets = int(layout.sets(unit).max()) + 1
-        kept = in_sets(bernoulli((samples, sets), keep, ask.generator(), empty=not drops(unit, fill)), layout, unit)
+        patches = in_sets(bernoulli((samples, sets), keep, ask.generator(), empty=not drops(unit, fill)), layout, unit)
 
     def score(images: Tensor, part: slice) -> Tensor:
-        some, count = ask.of(images), part.stop - part.start
+        ask_part, count = ask.of(images), part.stop - part.start
         if unit != "pixel":
-            return score_patches(some, kept[part], unit, fill)
-        filling = fill_images(fill, some.images, ask.vit, ask.seed)
-        return score_masks(some, lambda index: grids.masks(index + part.start), count, filling)
+            return score_patches(ask_part, patches[part], unit, fill)
+        filling = fill_images(fill, ask_part.images, ask.vit, ask.seed)
+        return score_masks(ask_part, lambda index: grids.masks(index + part.start), count, filling)
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
         n = scores.shape[1]
-        shown = grids.first(n).to(scores) if unit == "pixel" else kept[:n].to(scores)
+        shown = grids.first(n).to(scores) if unit == "pixel" else patches[:n].to(scores)
 
         def total(weights: Tensor) -> Tensor:
             if isinstance(shown, RandomGrids):
@@ -196,19 +195,18 @@ def drise(
 
         R(x) = 1/(N p) sum_i s(X * M_i) M_i(x),   s = max_q IoU(b_q, b*) p_q(c*)
 
-    The similarity of the paper, with the cosine of all class probabilities, is the question
-    `pl.heads.Box(score="drise")`.
+    The question `pl.heads.Box(score="drise")` has the similarity of the paper, with the cosine of all class
+    probabilities.
 
     Args:
         samples: Number N of masks.
         grid: Cells along each side of a mask.
         keep: Probability p that a cell is shown.
         normaliser: "expected" divides by N p, "empirical" by sum_i M_i(x).
-        level: "pixel": maps [B,H,W]. "token": maps of patches [B,h,w].
     """
     return rise(ask, samples, grid, keep, normaliser, "pixel", fill, level, tolerance)
 
 
 def no_detector(vit: Anatomy) -> str | None:
-    """The refusal of a method for detections by any other model."""
+    """Why a model has no detections; None if it has."""
     return None if vit.task == "detection" else f"it explains detections, and {vit.name} is not a detector; use 'rise'"

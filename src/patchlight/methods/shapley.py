@@ -1,4 +1,4 @@
-"""KernelSHAP: the patches as players of a game, their Shapley values from sampled coalitions."""
+"""KernelSHAP: Shapley values of the patches, estimated from sampled coalitions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 @dataclass(frozen=True)
 class PaddedSubsets(TokenSubsets):
-    """Subsets of unequal size in one list: the first size[v] of keep[v] [V,k] are members, the others hidden as keys.
+    """Token subsets of different sizes: the first size[v] patches of keep[v] [V,k] are members, others are hidden keys.
 
-    For a classifier that reads only prefix tokens, this is equivalent to dropping the others.
+    For a classifier that reads only prefix tokens, hiding keys is equivalent to dropping the tokens.
     """
 
     size: Tensor
@@ -39,8 +39,8 @@ class PaddedSubsets(TokenSubsets):
 def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
     """Scores [B,n,T] of every image with only the patches of each coalition z [n,d].
 
-    Tokens are removed down to about `lengths` different sequence lengths, so that each list fills a batch; tokens that
-    a coalition lacks at its list's length are hidden from attention, which is equivalent.
+    Coalitions are grouped by about `lengths` different sequence lengths, so that each group fills a batch. Tokens of a
+    sequence that are not in its coalition are hidden from attention.
     """
     count, players = len(ask.images), z.shape[1]
     step = max(1, players // lengths)
@@ -51,21 +51,21 @@ def score_coalitions(ask: Ask, z: Tensor, lengths: int = 12) -> Tensor:
     for longest in length.unique().tolist():
         rows = (length == longest).nonzero()[:, 0]
         owner, keep = owners(ask, len(rows)), members[rows, :longest].repeat(count, 1)
-        same = bool((size[rows] == longest).all())
+        same_size = bool((size[rows] == longest).all())
         padded = PaddedSubsets(owner, keep, size[rows].repeat(count), ask.vit.layout, ask.images.device)
-        lists.append(TokenSubsets(owner, keep) if same else padded)
+        lists.append(TokenSubsets(owner, keep) if same_size else padded)
         places.append(rows)
-    parts = ask.score_variants(lists).split([len(some.owner) for some in lists])
+    parts = ask.score_variants(lists).split([len(subsets.owner) for subsets in lists])
     scores = torch.cat([part.view(count, len(part) // count, -1) for part in parts], 1)
     return scores[:, torch.cat(places).argsort().to(scores.device)]
 
 
 def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The least-squares values phi [d,R] of coalitions z [n,d] whose gains v(z) - v(empty) are [n,R].
+    """The least-squares values phi [d,R] from the gains v(z) - v(empty) [n,R] of coalitions z [n,d], in float64.
 
     With A = mean z z^T and b = mean z gain: phi = A^-1 b - A^-1 1 (1^T A^-1 b - total) / (1^T A^-1 1), so that sum phi
-    = total [R] = v(full) - v(empty). `weight` [n] weighs the coalitions; sampled ones weigh the same. With fewer
-    coalitions than players A is singular, and its pseudo-inverse gives the smallest solution. All in float64.
+    = total [R] = v(full) - v(empty). `weight` [n] are weights of the coalitions. With fewer coalitions than players, A
+    is singular, and its pseudo-inverse is used.
     """
     z, gain, total = z.double(), gain.double(), total.double()
     share = torch.full_like(z[:, 0], 1 / len(z)) if weight is None else weight.double() / weight.sum()
@@ -119,30 +119,30 @@ def kernel_shap(
 
         phi = argmin sum_S (v(S) - v(none) - sum of phi over S)^2   subject to   sum phi = v(all) - v(none)
 
-    v(S) is the score of the image with the patches of S alone; the map is signed. Coalition sizes 0 < k < d are sampled
+    v(S) is the score of the image with only the patches of S; the map is signed. Coalition sizes 0 < k < d are sampled
     with probability proportional to 1 / (k (d - k)), in antithetic pairs (S and its complement), the same for all
-    images; the solution is exact, in float64. Presets `captum` and `xplique` are the sizes of those libraries; the
-    first is too small for most grids. n + 2 forward passes.
+    images. Presets `captum` and `xplique` are the numbers of samples of those libraries; the first is too small for
+    most grids. n + 2 forward passes.
 
     Args:
         samples: Number n of coalitions; it should be at least 10 d for d patches.
-        unit: What happens to the other patches. "token" removes them, and of the empty coalition the prefix tokens
-            remain; "patch" paints `fill` in their place. "auto" removes tokens where the model can and its classifier
-            reads prefix tokens alone. With "frame", "tube", "band", "slice" and "merge", these sets of patches are
-            the players, and their patches share the value evenly.
+        unit: How patches outside the coalition are hidden. "token" removes them; the empty coalition has only the
+            prefix tokens. "patch" paints them with `fill`. "auto" removes them if the model can and its classifier
+            reads only prefix tokens. With "frame", "tube", "band", "slice" and "merge", the players are these sets of
+            patches, and the value of a set is divided equally among its patches.
     """
     layout = ask.vit.layout
     z = draw_coalitions(samples, int(layout.sets(unit).max()) + 1, ask.generator())
     ends = torch.stack([torch.zeros_like(z[0]), torch.ones_like(z[0])])
     removes = drops(unit, fill) or (unit == "auto" and _why_not_drop(ask.vit) is None)
 
-    def value(some: Ask, z: Tensor) -> Tensor:
+    def value(ask: Ask, z: Tensor) -> Tensor:
         cells = in_sets(z, layout, unit)
         if removes:
-            return score_coalitions(some, cells.flatten(1))
-        masks = cells.repeat(len(some.images), *[1] * len(layout.grid))
-        painted = fill_images(fill, some.images, ask.vit, ask.seed)
-        return some.score_variants(PixelMasks(owners(some, len(z)), masks, painted)).view(len(some.images), len(z), -1)
+            return score_coalitions(ask, cells.flatten(1))
+        masks = cells.repeat(len(ask.images), *[1] * len(layout.grid))
+        filling = fill_images(fill, ask.images, ask.vit, ask.seed)
+        return ask.score_variants(PixelMasks(owners(ask, len(z)), masks, filling)).view(len(ask.images), len(z), -1)
 
     none, full = value(ask, ends).double().cpu().unbind(1)
 
