@@ -60,19 +60,19 @@ def explain(
     finite: bool = True,
     **settings: Any,
 ) -> Attribution | Attributions:
-    """Explain a model's prediction for images: which patches speak for the target class.
+    """Explain a model's prediction for images: which patches contribute to the score of the target class.
 
     Args:
         vit: The model: the result of `pl.load`, or a torch module.
         images: Paths, PIL images, numpy arrays [H,W,C] (uint8, or floats from 0 to 1), an array [N,H,W,C], or a
-            preprocessed tensor [B,C,H,W]. A generator or DataLoader of these is streamed; of a tuple such as
-            (images, labels), the first part is used.
+            preprocessed tensor [B,C,H,W]. A generator or DataLoader of these is streamed; of tuples such as
+            (images, labels), the first element is used.
         method: A name, a list of names, or a dict of names and settings. With {"label": "name"} or
             {"label": {"method": "name", …}}, the keys are free labels. "auto" is the best one-pass method that works
             on the model, "best" the most faithful one.
         target: The class to explain: an index or a label name. A list has one class per image, a list of lists several
             per image, and a tuple (a, b) explains a against b. Default: the prediction.
-        head: The question, one of `pl.heads`, in place of the model's own: sentences, reference images, neurons, a box,
+        head: The question, one of `pl.heads`, instead of the model's own: sentences, reference images, neurons, a box,
             a region, an answer. The same as `pl.wrap(vit, head)`.
         against: The class that `target` is contrasted with; the same as target=(target, against).
         score: What is explained: "logit", "probability", "cosine" or a function of the logits.
@@ -90,11 +90,12 @@ def explain(
         >>> att = pl.explain(vit, "cat.jpg", target="cat", against="dog")                       # doctest: +SKIP
         >>> att.show()                                                                          # doctest: +SKIP
     """
-    vit, images = _with_default_question(wrap(vit, head)).fit(images)
+    vit = wrap(vit, head)
+    vit, images = (vit.ask(vit.default_question()) if vit.task and vit.head is None else vit).fit(images)
     seed = integer("seed", seed, 0)
     size = None if batch_size is None else integer("batch_size", batch_size, 1)
-    resolved = resolve_all(method, settings, Request, "method", lambda label, own: resolve(label, own, score, _OPTIONS))
-    requests = [request.suited(vit) for request in resolved]
+    requests = resolve_all(method, settings, Request, "method", lambda label, s: resolve(label, s, score, _OPTIONS))
+    requests = [request.suited(vit) for request in requests]
     with vit.settled():
         classes = _pairs(target, against)
         if vit.question is not None:
@@ -102,11 +103,6 @@ def explain(
         else:
             results = _explain(vit, images, requests, classes, seed, size, progress, finite)
     return results[method] if isinstance(method, str) else results
-
-
-def _with_default_question(vit: Anatomy) -> Anatomy:
-    """Return the model with its default question, if it is not a classifier and has no question."""
-    return vit.ask(vit.default_question()) if vit.task and vit.head is None else vit
 
 
 def _answer(
@@ -118,7 +114,7 @@ def _answer(
     progress: Progress | bool,
     finite: bool,
 ) -> Attributions:
-    """Explain a question about each image, prepared for one after the other."""
+    """Explain the question for each image; some questions are prepared for every image."""
     sizes: list[tuple[int, int] | None] = []
     count, batches = in_batches(
         images, 1, vit.preprocess, vit.channels, lambda picture: sizes.append(None if picture is None else picture.size)
@@ -126,18 +122,21 @@ def _answer(
     parts: list[Attributions] = []
     with show_progress(progress, "explaining") as report:
         for image in batches:
-            asked = vit.prepared(image, sizes[len(parts)])
-            assert asked.question is not None
-            own = asked.question.default_target() if target is None else _of_image(target, len(parts), count)
-            parts.append(_explain(asked, image, requests, own, seed, 1, False, finite))
+            prepared = vit.prepared(image, sizes[len(parts)])
+            assert prepared.question is not None
+            if target is None:
+                image_target = prepared.question.default_target()
+            else:
+                image_target = _target_of_image(target, len(parts), count)
+            parts.append(_explain(prepared, image, requests, image_target, seed, 1, False, finite))
             report(len(parts), count)
     if not parts:
         raise PatchlightError(f"no images were given; {GIVE_IMAGES}")
     return Attributions({label: Attribution.concat([part[label] for part in parts]) for label in parts[0]})
 
 
-def _of_image(target: Target, i: int, count: int | None) -> Target:
-    """The target of one image, for a target of all."""
+def _target_of_image(target: Target, i: int, count: int | None) -> Target:
+    """The target of image number i of `count`."""
     if not several(target):
         return target
     if count is not None and len(target) != count:
@@ -195,7 +194,7 @@ def _explain(
 
 
 def _pairs(target: Target, against: Target) -> Target:
-    """A target and the class or classes that it is contrasted with, as pairs."""
+    """Combine a target with the classes that it is contrasted with to pairs."""
     if against is None:
         return target
     if target is None or isinstance(target, tuple):
@@ -203,10 +202,10 @@ def _pairs(target: Target, against: Target) -> Target:
         raise PatchlightError(f"against={against!r} needs one class as the target, but {why}; give target=…")
     if not several(target):
         return [(target, other) for other in against] if several(against) else (target, against)
-    others = list(against) if several(against) else [against] * len(target)
-    if len(others) != len(target):
-        raise PatchlightError(f"against has length {len(others)} but target has length {len(target)}; give one each")
-    return list(zip(target, others, strict=True))
+    against = list(against) if several(against) else [against] * len(target)
+    if len(against) != len(target):
+        raise PatchlightError(f"against has length {len(against)} but target has length {len(target)}; give one each")
+    return list(zip(target, against, strict=True))
 
 
 def several(target: Target) -> TypeGuard[list[Any]]:
@@ -215,7 +214,7 @@ def several(target: Target) -> TypeGuard[list[Any]]:
 
 
 def _on_cpu(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Maps and errors in float32 on the CPU; maps of one shape are copied together."""
+    """Move maps and errors to the CPU, in float32; maps of one shape are copied together."""
     scores = in_stacks([each.maps for each in estimates], lambda stack: stack.float())
     errors = [None if each.error is None else each.error.detach().float().cpu() for each in estimates]
     return [replace(each, maps=maps, error=e) for each, maps, e in zip(estimates, scores, errors, strict=True)]
@@ -224,7 +223,7 @@ def _on_cpu(estimates: Sequence[Estimate]) -> list[Estimate]:
 def _within_memory(
     vit: Anatomy, batch: Tensor, requests: Sequence[Request], targets: Targets | None, seed: int, first: int, size: int
 ) -> tuple[Targets, list[Estimate], int]:
-    """Run `estimate` on at most `size` images at once, and halve the size if memory runs out; also returns the size."""
+    """Run `estimate` on at most `size` images at once, halved whenever memory runs out; also returns the last size."""
     parts: list[tuple[Targets, list[Estimate]]] = []
     begin = 0
     while begin < len(batch):
@@ -245,10 +244,10 @@ def _within_memory(
 
 
 def _warn_of_references(vit: Anatomy, hashes: Sequence[str], targets: Targets, first: int) -> None:
-    """Warn of images that are explained by their similarity to themselves."""
-    same = [] if vit.head is None else vit.head.itself(hashes, targets.index)
-    if same:
-        images = ", ".join(str(first + i) for i in same[:8])
+    """Warn of images whose similarity to themselves is explained."""
+    references = [] if vit.head is None else vit.head.itself(hashes, targets.index)
+    if references:
+        images = ", ".join(str(first + i) for i in references[:8])
         warn(
             f"image {images} is the reference itself: its similarity is 1 without a gradient, so its map shows only "
             "rounding errors; explain another image",
@@ -259,11 +258,11 @@ def _warn_of_references(vit: Anatomy, hashes: Sequence[str], targets: Targets, f
 def _check_finite(
     request: Request, vit: Anatomy, batch: Tensor, targets: Targets, estimated: Estimate, first: int
 ) -> None:
-    """Refuse maps with NaN or infinity, and say which image, which method, and where the numbers were lost."""
-    broken = ~estimated.maps.isfinite().flatten(1).all(1)
-    if not bool(broken.any()):
+    """Raise NotFinite for maps with NaN or infinity, with the image, the method and the cause."""
+    not_finite = ~estimated.maps.isfinite().flatten(1).all(1)
+    if not bool(not_finite.any()):
         return
-    i = int(broken.nonzero()[0])
+    i = int(not_finite.nonzero()[0])
     logits = vit.logits(batch)
     if not bool(logits[i].isfinite().all()):
         reason = "the model's logits are not finite"
@@ -283,9 +282,9 @@ _OPTIONS = ("target", "head", "against", "score", "seed", "batch_size", "progres
 def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
     """The default number of images per batch.
 
-    It is 1 to 32, so that attention and its gradient (all heads and blocks) take about 1.5 GB. For methods that all run
-    passes on CUDA it is what memory has room for, as a power of two: if it changed with every free byte, results would
-    be rounded differently each time.
+    It is 1 to 32, so that attention and its gradient (all heads and blocks) take about 1.5 GB. If all methods run
+    passes on CUDA, it is the largest power of two that fits in memory; a size that changes with every free byte would
+    change the rounding of the results.
     """
     if vit.device.type != "cuda" or not requests or any(isinstance(r.method, Ablates) for r in requests):
         return max(1, min(32, int(1.5e9 / (2 * 4 * max(vit.depth, 1) * vit.heads * vit.tokens**2))))
@@ -294,7 +293,7 @@ def default_batch_size(vit: Anatomy, requests: Sequence[Request] = ()) -> int:
 
 
 def _geometry(vit: Anatomy, request: Request) -> Geometry:
-    """Which part of the input a score covers: a cell, or one pixel."""
+    """The geometry of a map: cells, or single pixels."""
     size = vit.geometry.size
     return vit.geometry if request.level == "token" else Geometry.even(size, size, unit=vit.geometry.unit)
 
@@ -302,12 +301,12 @@ def _geometry(vit: Anatomy, request: Request) -> Geometry:
 def attribution_of(
     vit: Anatomy, request: Request, estimated: Estimate, targets: Targets, seed: int, origin: dict[str, Any]
 ) -> Attribution:
-    """The result of a request: maps with their provenance.
+    """The result of a request: maps [B,T,h,w] with their provenance.
 
     Args:
         vit: The model.
         request: The method.
-        estimated: Its maps [B,T,h,w].
+        estimated: The maps.
         targets: The explained classes.
         seed: The random seed.
         origin: The fields `weights`, `images` and `photos` of the attribution.

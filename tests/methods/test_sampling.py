@@ -13,7 +13,7 @@ import patchlight as pl
 from patchlight.core.targets import Targets
 from patchlight.evidence.rules import PLAIN
 from patchlight.methods.base import METHODS, Ask, Estimate
-from patchlight.methods.sampling import in_rounds, jackknife, rounds, spread
+from patchlight.methods.sampling import in_rounds, jackknife, jackknife_error, rounds
 from tests.families import images, shared
 from tests.literal.toys import linear
 
@@ -48,18 +48,18 @@ def test_the_jackknife_of_a_mean_is_the_textbooks_error() -> None:
 
 def test_two_groups_are_enough_for_an_error_and_one_is_not() -> None:
     whole = torch.tensor([2.0])
-    assert float(spread(whole, [torch.tensor([1.0]), torch.tensor([3.0])], 2)) == pytest.approx(1.0)
-    assert spread(whole, [whole], 1).isnan().all()
+    assert float(jackknife_error(whole, [torch.tensor([1.0]), torch.tensor([3.0])], 2)) == pytest.approx(1.0)
+    assert jackknife_error(whole, [whole], 1).isnan().all()
 
 
 def test_rounding_makes_no_error_undefined() -> None:
-    """Maps that all move alike have no spread, and its square may be rounded below 0."""
+    """Maps that all move alike have a jackknife error of 0, and its square may be rounded below 0."""
     moved = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     square, total = torch.zeros(1000), torch.zeros(1000)
     for _ in range(16):
         total, square = total + moved, square + moved**2
     assert (square - total**2 / 16).min() < 0, "the case this test is about"
-    error = spread(torch.zeros(1000), [moved] * 16, 16)
+    error = jackknife_error(torch.zeros(1000), [moved] * 16, 16)
     assert bool(error.isfinite().all())
     assert float(error.max()) < 1e-2
 

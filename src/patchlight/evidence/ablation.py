@@ -1,7 +1,7 @@
 """Ablation: score many variants of images, with tokens removed or pixels masked by a fill.
 
-Variants of all images are one flat list that is cut into chunks. The chunk size follows free memory and is halved when
-an accelerator runs out; finished chunks are kept. Callers never loop over masks.
+The variants of all images are one flat list, which is split into chunks. The chunk size depends on free memory and is
+halved when memory runs out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from patchlight.evidence.precision import PRECISION, Decided, Precision, chosen,
 Unit = Annotated[
     Literal["token", "patch", "pixel", "frame", "tube", "band", "slice", "merge"],
     Field(
-        description="What is removed or shown: tokens, which leave the sequence, or patches or pixels, painted; of "
-        "videos, sounds and volumes also sets of patches: all of one time ('frame'), all times of one place ('tube'), "
-        "all of one frequency ('band') or depth ('slice'); of vision-language models the patches of one visual token "
-        "('merge'), which leave the sequence."
+        description="What is removed or shown: tokens, which are dropped, or patches or pixels, which are painted. For "
+        "videos, sounds and volumes also sets of patches: those of one time ('frame'), of one place at all times "
+        "('tube'), of one frequency ('band') or of one depth ('slice'). For vision-language models also the patches of "
+        "one visual token ('merge'), which are dropped."
     ),
 ]
 Count = Annotated[int, Field(ge=1)]
@@ -45,28 +45,28 @@ ABLATION = {
         ),
     )
 }
-"""Settings of everything that scores variants."""
+"""Settings of all methods and metrics that score variants."""
 
 
 class Variants(Protocol):
-    """Variants of images in a flat list: `owner` [V] is the image each belongs to.
+    """Variants of images in a flat list: `owner` [V] is the image of each variant.
 
-    A type that changes how the model runs, and not only its input, has a method `around(part)`: a context for the
-    forward pass of that part, which is never compiled. One that changes tokens between blocks has `begin`, the block
-    that its tokens enter, and a method `edit(part, layer, tokens)` that returns the tokens after a block.
+    A type that changes the model, and not only its input, has a method `around(part)`: a context for the forward pass
+    of that part, which is never compiled. A type that changes tokens between blocks has `begin`, the block that its
+    tokens enter, and a method `edit(part, layer, tokens)` that returns the tokens after a block.
     """
 
     @property
     def owner(self) -> Tensor:
-        """The image [n] that each variant is made of."""
+        """The image [V] of each variant."""
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        """The tokens that enter block 0 for a part of the list, and their positions [n,k] where some were dropped."""
+        """The tokens that enter block 0 for a part of the list, and their positions [n,k] if some were dropped."""
 
 
 @dataclass(frozen=True)
 class TokenSubsets:
-    """Variants of images: image owner[v] with the patches keep[v] and all prefix tokens; all others are removed.
+    """Variants of images: image owner[v] with only the patches keep[v] and all prefix tokens.
 
     Args:
         owner: The image [V] of each variant.
@@ -77,7 +77,7 @@ class TokenSubsets:
     keep: Tensor
 
     def tokens(self, vit: Anatomy, images: Tensor, embedded: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
-        """The tokens kept, and their positions."""
+        """The kept tokens, and their positions."""
         vit.check_droppable()
         owner, keep = _there(self.owner[part], embedded), _there(self.keep[part], embedded)
         return vit.gather(embedded, keep, owner), keep
@@ -85,11 +85,11 @@ class TokenSubsets:
 
 @dataclass(frozen=True)
 class PixelMasks:
-    """Variants of images: image owner[v] where mask[v] is 1, and the fill where it is 0.
+    """Variants of images: image owner[v] where mask v is 1, and the fill where it is 0.
 
     Args:
         owner: The image [V] of each variant.
-        masks: Masks [V,h,w] at patch or pixel resolution (nearest-upsampled), with the axes of the model's grid.
+        masks: Masks [V,h,w] at patch or pixel resolution, with the axes of the model's grid.
         fill: Fills [B,C,H,W], one per image, or an imputation.
     """
 
@@ -109,9 +109,9 @@ class PixelMasks:
 
 @dataclass(frozen=True)
 class RankRanges:
-    """Variant v is image owner[v] with the fill where its rank is in [begin[v], end[v]).
+    """Variants of images: image owner[v] with the fill where its rank [B,H,W] is in [begin[v], end[v]).
 
-    `ranks` [B,H,W] are integers; masks are made inside the chunk.
+    Masks are computed inside the chunk.
     """
 
     owner: Tensor
@@ -124,20 +124,19 @@ class RankRanges:
         """The tokens of the images with a range of ranks replaced."""
         owner = _there(self.owner[part], images)
         ranks = self.ranks[owner]
-        each = [1] * (ranks.ndim - 1)
-        begin, end = (_there(side[part], images).view(-1, *each) for side in (self.begin, self.end))
+        begin, end = (_there(t[part], images).view(-1, *[1] * (ranks.ndim - 1)) for t in (self.begin, self.end))
         shown = (ranks < begin) | (ranks >= end)
         return vit.embed(painted(images, self.fill, owner, vit.as_input(shown[:, None]))), None
 
-    def halved(self) -> RankRanges:
-        """The same in fewer bytes: a bfloat16 embedding rounds its pixels anyway."""
+    def in_half_precision(self) -> RankRanges:
+        """The same variants with a fill in bfloat16, for an embedding in bfloat16."""
         fill = self.fill.bfloat16() if isinstance(self.fill, Tensor) else self.fill
         return replace(self, ranks=self.ranks.int(), fill=fill)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Variants made by a function of a part of the list, which returns images [n,C,H,W]."""
+    """Variants of images, computed by a function that returns the images [n,C,H,W] of a part of the list."""
 
     owner: Tensor
     render: Callable[[slice], Tensor]
@@ -149,9 +148,9 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Ablation:
-    """How variants are scored: chunk size (None: from free memory), precision, compilation.
+    """Scores variants of images with a chunk size (None: from free memory), precision and compilation.
 
-    Watchers of this thread (`progress.watch`) are notified of every chunk and can stop between two.
+    Watchers of this thread (`progress.watch`) are notified of every chunk and can stop between chunks.
     """
 
     vit: Anatomy
@@ -160,69 +159,66 @@ class Ablation:
     precision: Precision = "auto"
     compile: bool = False
     fine: bool = False
-    """Whether the readout is in float32 although the blocks are in bfloat16, to separate close classes."""
+    """Whether the readout is in float32 even if the blocks are in bfloat16, to separate close classes."""
 
     def logits(self, variants: Variants | Sequence[Variants]) -> Tensor:
-        """Logits [V,C] of every variant in float32 (or the model's wider type), lists one after another."""
+        """Logits [V,C] of all variants in float32, or float64 for a float64 model."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         total = sum(len(v.owner) for v in lists)
         out: Tensor | None = None
         done, watch = 0, current_watcher()
         watch.begin(total)
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(torch.inference_mode(False))
-            inside.enter_context(torch.no_grad())
-            runs = self._runs()
-            for vit in dict.fromkeys((self.vit, runs.embeds, runs.decides)):
-                inside.enter_context(vit.steady())
-            inside.enter_context(self._cast())
-            embedded = runs.embeds.embed(self.images)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            embedder = self.vit.view(products=True) if self._bf16 else self.vit
+            classifier = self.vit.view(torch.bfloat16) if self._bf16 else self.vit
+            for vit in dict.fromkeys((self.vit, embedder, classifier)):
+                stack.enter_context(vit.steady())
+            stack.enter_context(self._cast())
+            embedded = embedder.embed(self.images)
             embedded = embedded.bfloat16() if self._bf16 else embedded
-            for some in lists:
-                for begin, stop, logits in self._chunks(some, embedded, runs):
+            for part in lists:
+                for begin, stop, logits in self._chunks(part, embedded, embedder, classifier):
                     if out is None:
                         kind = torch.float64 if self.vit.dtype == torch.float64 else torch.float32
                         out = torch.empty(total, logits.shape[1], device=logits.device, dtype=kind)
                     out[done + begin : done + stop] = logits
                     watch.advance(stop - begin)
-                done += len(some.owner)
+                done += len(part.owner)
         return out if out is not None else self.images.new_empty(0, self.vit.classes)
 
-    def _runs(self) -> _Runs:
-        """The model as it is, or its views: patches projected by a product, blocks and head in bfloat16."""
-        if not self._bf16:
-            return _Runs(self.vit, self.vit)
-        return _Runs(self.vit.view(products=True), self.vit.view(torch.bfloat16))
-
     def scores(self, variants: Variants | Sequence[Variants], targets: Targets, score: Score) -> Tensor:
-        """One number per variant and class [V,T]; several classes cost no additional forward passes."""
+        """Scores [V,T] of all variants and classes; several classes need no additional forward passes."""
         lists = list(variants) if isinstance(variants, Sequence) else [variants]
         owner = torch.cat([v.owner.cpu() for v in lists])
         return target_scores(self.logits(lists), targets[owner], score, self.vit.outputs)
 
-    def _chunks(self, variants: Variants, embedded: Tensor, runs: _Runs) -> Iterator[tuple[int, int, Tensor]]:
-        """(begin, stop, logits) of each chunk; if memory runs out, the chunk is halved and tried again."""
+    def _chunks(
+        self, variants: Variants, embedded: Tensor, embedder: Anatomy, classifier: Anatomy
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """(begin, stop, logits) of each chunk; if memory runs out, a chunk is halved and tried again."""
         size = self.chunk or free_chunk(self.vit)
         begin, total = 0, len(variants.owner)
         around, images = getattr(variants, "around", None), self.images
         if self._bf16 and isinstance(variants, RankRanges):
-            variants, images = variants.halved(), images.bfloat16()
+            variants, images = variants.in_half_precision(), images.bfloat16()
         fine = self.fine and self._bf16 and self.vit.depth > 0
-        first = self._bf16 and runs.decides.reads_first and around is None
-        forward: Forward = _first if first else _blocks
-        forward = _compile_forward(runs.decides, forward) if self.compile and around is None else forward
+        first = self._bf16 and classifier.reads_first and around is None
+        forward: Forward = _first_row if first else _blocks
+        forward = _compile_forward(classifier, forward) if self.compile and around is None else forward
         while begin < total:
             current_watcher().check()
             stop = min(begin + size, total)
             try:
-                tokens, positions = variants.tokens(runs.embeds, images, embedded, slice(begin, stop))
+                tokens, positions = variants.tokens(embedder, images, embedded, slice(begin, stop))
                 with self._in_bf16(), contextlib.nullcontext() if around is None else around(slice(begin, stop)):
                     tokens = tokens.bfloat16() if self._bf16 else tokens
                     if not hasattr(variants, "edit"):
-                        logits = forward(runs.decides, tokens, positions)
-                        logits = logits if fine else runs.decides.readout(logits, None if first else positions)
+                        logits = forward(classifier, tokens, positions)
+                        logits = logits if fine else classifier.readout(logits, None if first else positions)
                     else:
-                        logits = _edited(runs.decides, tokens, variants, slice(begin, stop))
+                        logits = _forward_with_edits(classifier, tokens, variants, slice(begin, stop))
                 if fine:
                     with torch.autocast(self.images.device.type, enabled=False):
                         logits = self.vit.readout(logits.float(), positions)
@@ -243,12 +239,12 @@ class Ablation:
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is computed in less than the model's precision."""
+        """Whether the computation has less than the model's precision."""
         return self.chosen != "full"
 
     @property
     def _bf16(self) -> bool:
-        """Whether blocks and head run in bfloat16; a model that cannot be cast uses autocast."""
+        """Whether blocks and head are cast to bfloat16; a model that cannot be cast uses autocast."""
         return self.chosen == "bf16" and self.vit.castable
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
@@ -257,23 +253,15 @@ class Ablation:
         return tf32() if self.chosen == "tf32" else contextlib.nullcontext()
 
     def _in_bf16(self) -> contextlib.AbstractContextManager[Any]:
-        """Weights and tokens are already in bfloat16, so nothing is cast."""
+        """Context without autocast for weights and tokens that are already in bfloat16."""
         if self._bf16:
             return torch.autocast(self.images.device.type, enabled=False)
         return contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """The models that embed the variants and that classify their tokens."""
-
-    embeds: Anatomy
-    decides: Anatomy
-
-
-def _there(small: Tensor, like: Tensor) -> Tensor:
-    """Indices on the device of `like`, without waiting for its pending work."""
-    return small.to(like.device, non_blocking=True)
+def _there(indices: Tensor, like: Tensor) -> Tensor:
+    """Move indices to the device of `like`, without waiting for its pending work."""
+    return indices.to(like.device, non_blocking=True)
 
 
 Forward = Callable[[Anatomy, Tensor, Tensor | None], Tensor]
@@ -285,39 +273,39 @@ def _blocks(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
     return tokens
 
 
-def _edited(vit: Anatomy, tokens: Tensor, variants: Any, part: slice) -> Tensor:
+def _forward_with_edits(vit: Anatomy, tokens: Tensor, variants: Any, part: slice) -> Tensor:
     for index in range(variants.begin, vit.depth):
         tokens = variants.edit(part, index, vit.block(index, tokens))
     return vit.readout(tokens)
 
 
-def _first(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """The output of the last block at the first token alone [B,1,D], if the classifier reads no other."""
+def _first_row(vit: Anatomy, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """The output [B,1,D] of the last block at the first token, for a classifier that reads no other."""
     for index in range(vit.depth - 1):
         tokens = vit.block(index, tokens, positions)
     return vit.first_row(tokens)
 
 
 def _compile_forward(vit: Anatomy, forward: Forward) -> Forward:
-    """The compiled blocks, cached for the lifetime of the anatomy.
+    """The compiled forward, cached for the lifetime of the anatomy.
 
-    What a model does between its blocks and behind them is run by intercepting its own forward, which is not compiled.
+    Models with operations between their blocks are not compiled, because their own forward is intercepted.
     """
     if vit.several_states or any(vit.changes(index) for index in range(1, vit.depth)):
         return forward
-    made = _COMPILED.setdefault(vit, {})
-    if forward not in made:
-        made[forward] = torch.compile(forward, dynamic=False)
-    return made[forward]
+    compiled = _COMPILED.setdefault(vit, {})
+    if forward not in compiled:
+        compiled[forward] = torch.compile(forward, dynamic=False)
+    return compiled[forward]
 
 
 _COMPILED: WeakKeyDictionary[Anatomy, dict[Forward, Forward]] = WeakKeyDictionary()
 
 
 def free_chunk(vit: Anatomy) -> int:
-    """Variants at once: a quarter of an accelerator's free memory at about 24 token tensors each.
+    """The default chunk size: a quarter of the free CUDA memory at about 24 token tensors per variant.
 
-    On a CPU 64, or fewer if their tokens would take more than 1 GB, as those of large bags.
+    On a CPU it is 64, or less if the tokens would take more than 1 GB, as for large bags.
     """
     if vit.device.type != "cuda":
         return max(1, min(64, 2**28 // (vit.tokens * max(vit.width, 1))))

@@ -1,4 +1,4 @@
-"""Fills: what is painted where parts of an image are hidden."""
+"""Fills: the values that replace hidden parts of an image."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from patchlight.evidence.imputation import imputed
 
 Painted = Literal["zero", "black", "image-mean", "channel-mean", "blur-rise", "blur-tis", "noise"]
 Imputed = Literal["road", "freeze"]
-"""Fills that are computed from the visible pixels, so they depend on what is hidden."""
+"""Fills that are computed from the visible pixels, so they depend on the mask."""
 Signal = Literal["floor"]
-"""Fills of sounds and volumes; they work on images too."""
+"""Fills for sounds and volumes, which also work on images."""
 Fill = Annotated[
     Painted | Imputed | Signal | Literal["none"] | float,
     Field(
-        description="What is painted where a patch or pixel is removed; a number is that constant. 'none' paints "
-        "nothing: the tokens leave the sequence, as with unit='token'."
+        description="The fill of removed patches or pixels; a number is a constant. With 'none', the tokens are "
+        "dropped, as with unit='token'."
     ),
 ]
 FILLS: dict[str, tuple[str, str]] = {
@@ -43,19 +43,19 @@ FILLS: dict[str, tuple[str, str]] = {
         "one number for all positions and channels, such as silence in a spectrogram",
     ),
 }
-"""Every fill by name: what it paints, for sentences, and exactly. Report, page and docs read this table."""
+"""For each fill, its name in sentences and an exact description; used by the report, the page and the docs."""
 ROAD_NOISE = 0.01
 """Standard deviation of ROAD's noise, for colours in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Imputation:
-    """ROAD's fill: hidden pixels are computed from their neighbours, plus noise [C,H,W]."""
+    """The fill of ROAD: hidden pixels are computed from their neighbours, plus noise [C,H,W]."""
 
     noise: Tensor
 
     def over(self, images: Tensor, shown: Tensor) -> Tensor:
-        """Images [n,C,H,W] with the hidden pixels imputed; `shown` [n,1,H,W] must be 0 or 1."""
+        """Impute the hidden pixels of images [n,C,H,W]; `shown` [n,1,H,W] must be 0 or 1."""
         missing = shown < 1
         if bool((missing & (shown > 0)).any()):
             raise PatchlightError(
@@ -67,25 +67,25 @@ class Imputation:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Freeze a video where it is hidden: each position repeats its last visible value along `dim`.
+    """Repeat the last visible value along `dim` at each hidden position.
 
-    What is hidden from the beginning shows the next visible value, and a place that is never visible its first one.
+    A position without an earlier visible value shows the next one, and one that is never visible its first value.
     """
 
     dim: int
 
     def over(self, images: Tensor, shown: Tensor) -> Tensor:
-        """Images with the hidden places repeated; places with a mask below 1/2 are hidden."""
-        seen = (shown if shown.dtype == torch.bool else shown >= 0.5).expand_as(images)
+        """Fill hidden positions, where `shown` is below 1/2."""
+        visible = (shown if shown.dtype == torch.bool else shown >= 0.5).expand_as(images)
         count = images.shape[self.dim]
-        place = torch.arange(count, device=images.device).view([-1 if d == self.dim else 1 for d in range(images.ndim)])
-        last = torch.where(seen, place, -1).cummax(self.dim).values
-        later = torch.where(seen, place, count).flip(self.dim).cummin(self.dim).values.flip(self.dim)
+        index = torch.arange(count, device=images.device).view([-1 if d == self.dim else 1 for d in range(images.ndim)])
+        last = torch.where(visible, index, -1).cummax(self.dim).values
+        later = torch.where(visible, index, count).flip(self.dim).cummin(self.dim).values.flip(self.dim)
         return images.gather(self.dim, torch.where(last >= 0, last, later % count))
 
 
 def drops(unit: str, fill: object = None) -> bool:
-    """Whether tokens leave the sequence, so that nothing is painted."""
+    """Whether tokens are dropped instead of painted."""
     return unit in ("token", "merge") or fill == "none"
 
 
@@ -94,7 +94,7 @@ Filling = Tensor | Imputation | Freeze
 
 
 def painted(images: Tensor, fill: Filling, owner: Tensor, shown: Tensor) -> Tensor:
-    """Variants [n,C,H,W]: image owner[v] where shown [n,1,H,W] is 1 (or true), and the fill where it is 0."""
+    """Variants [n,C,H,W] of images: image owner[v] where `shown` [n,1,H,W] is 1 (or True), and the fill elsewhere."""
     if isinstance(fill, Imputation | Freeze):
         return fill.over(images[owner], shown)
     if shown.dtype == torch.bool:
@@ -113,24 +113,22 @@ def fill_images(
 def fill_images(
     fill: Fill, images: Tensor, vit: Anatomy, seed: int = 0, noise: tuple[float, float] = (0.0, 1.0)
 ) -> Filling:
-    """Images [B,C,H,W] of a fill, after normalisation; `painted` puts them where pixels are hidden.
+    """The fill of each image [B,C,H,W], after normalisation.
 
-    Means and blurs of a video or a volume are those of each frame or slice.
-
-    `road` depends on what is hidden, so it is an `Imputation`: the weighted mean of the neighbours, all hidden pixels
-    solved together (`imputed`), and Gaussian noise of 0.01 of the colours' range, sampled once for all images and
-    variants, as its authors add it before normalisation.
+    Means and blurs of a video or a volume are computed for each frame or slice. `road` and `freeze` depend on the mask,
+    so they are objects that compute the fill for each variant. The noise of `road` has a deviation of 0.01 before
+    normalisation and is the same for all images and variants.
 
     Args:
-        fill: A name in `FILLS`, or a number, which is painted everywhere.
+        fill: A name in `FILLS`, or a constant.
         images: Preprocessed images [B,C,H,W].
         vit: The model, for its normalisation.
-        seed: Seed of `noise` and `road`; every image gets the same noise.
+        seed: Seed of `noise` and `road`; all images have the same noise.
         noise: Range of `noise`.
     """
-    refused = no_fill(fill, vit)
-    if refused is not None:
-        raise Unsupported(refused)
+    reason = no_fill(fill, vit)
+    if reason is not None:
+        raise Unsupported(reason)
     if fill == "none":
         raise Unsupported("fill='none' removes tokens, which unit='pixel' and masks of pixels cannot do; give a fill")
     if fill == "freeze":
@@ -138,17 +136,17 @@ def fill_images(
         return Freeze(1 + dims[vit.axes.index("time")])
     if fill == "road":
         generator = torch.Generator(images.device).manual_seed(seed)
-        drawn = torch.randn(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
-        return Imputation(drawn * ROAD_NOISE / _per_channel(vit.preprocess.std, images)[:, None, None])
+        normal = torch.randn(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
+        return Imputation(normal * ROAD_NOISE / _per_channel(vit.preprocess.std, images)[:, None, None])
     planes = vit.channels_first(images)
     if planes.ndim != 5 or fill in ("noise", "floor"):
         return vit.as_input(_fill_planes(fill, planes, vit, seed, noise))
-    each = _fill_planes(fill, planes.transpose(1, 2).flatten(0, 1), vit, seed, noise)
-    return vit.as_input(each.unflatten(0, (len(planes), -1)).transpose(1, 2))
+    frames = _fill_planes(fill, planes.transpose(1, 2).flatten(0, 1), vit, seed, noise)
+    return vit.as_input(frames.unflatten(0, (len(planes), -1)).transpose(1, 2))
 
 
 def _fill_planes(fill: Fill, images: Tensor, vit: Anatomy, seed: int, noise: tuple[float, float]) -> Tensor:
-    """Images [B,C,H,W] of a fill that does not depend on what is hidden."""
+    """A fill [B,C,H,W] that does not depend on the mask."""
     if isinstance(fill, int | float):
         return torch.full_like(images, float(fill))
     if fill == "zero":
@@ -164,8 +162,8 @@ def _fill_planes(fill: Fill, images: Tensor, vit: Anatomy, seed: int, noise: tup
         return images.mean((2, 3), keepdim=True).expand_as(images)
     if fill == "noise":
         generator = torch.Generator(images.device).manual_seed(seed)
-        one = torch.rand(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
-        return (noise[0] + (noise[1] - noise[0]) * one).expand_as(images)
+        uniform = torch.rand(images.shape[1:], generator=generator, device=images.device, dtype=images.dtype)
+        return (noise[0] + (noise[1] - noise[0]) * uniform).expand_as(images)
     if fill in ("blur-rise", "blur-tis"):
         return _blurred(images, fill)
     raise PatchlightError(f"no fill is called '{fill}'; give a number or one of {', '.join(FILLS)}")
@@ -184,7 +182,7 @@ def no_fill(fill: object, vit: Anatomy) -> str | None:
 
 
 def describe_fill(fill: Fill) -> str:
-    """What a fill paints, in words for a sentence.
+    """The name of a fill in a sentence.
 
     >>> describe_fill("image-mean"), describe_fill(0.5)
     ("the image's mean brightness", 'the constant 0.5')
@@ -193,13 +191,13 @@ def describe_fill(fill: Fill) -> str:
 
 
 def _per_channel(values: Sequence[float], images: Tensor) -> Tensor:
-    """One value per channel of the images [C]; their mean where the images have another number of channels."""
-    each = torch.tensor(values, dtype=torch.float64).to(images)
-    return each if len(each) == images.shape[1] else each.mean(0, keepdim=True)
+    """One value per channel [C], or their mean if the images have another number of channels."""
+    per_channel = torch.tensor(values, dtype=torch.float64).to(images)
+    return per_channel if len(per_channel) == images.shape[1] else per_channel.mean(0, keepdim=True)
 
 
 def _blurred(images: Tensor, fill: str, size: int = 11, sigma: float = 5.0) -> Tensor:
-    """Each channel convolved with one of the two kernels: RISE's, zero-padded, or a Gaussian, reflect-padded."""
+    """Blur images with the kernel of RISE and zero padding, or with a Gaussian and reflection padding."""
     if fill == "blur-rise":
         from scipy.ndimage import gaussian_filter
 

@@ -1,4 +1,4 @@
-"""Lloyd's k-means on batches of point sets, on the device: matrix-product distances, no host synchronisation."""
+"""Lloyd's k-means for batches of point sets, with distances from matrix products."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from torch import Tensor
 
 Empty = Literal["reseed", "zero"]
 _CHECK = 2
-"""Iterations between two convergence checks by the host."""
+"""Iterations between convergence checks by the host."""
 _RESTARTS = 64
-"""Empty clusters of one set that restart at far points per iteration."""
+"""Maximum number of empty clusters of a set that restart at distant points in each iteration."""
 
 
 def draw_initial(points: int, clusters: int, seed: int) -> Tensor:
-    """Indices of distinct initial points [K].
-
-    Sampled like fast-pytorch-kmeans after `numpy.random.seed(12345 + seed)`: 12345 is the seed of TIS's scripts.
-    """
-    drawn = np.random.RandomState((12345 + seed) % 2**32).choice(points, min(clusters, points), replace=False)
-    return torch.from_numpy(drawn)
+    """Indices [K] of distinct initial points, sampled as by TIS's scripts (12345 is their seed)."""
+    generator = np.random.RandomState((12345 + seed) % 2**32)
+    return torch.from_numpy(generator.choice(points, min(clusters, points), replace=False))
 
 
 def kmeans(
@@ -31,10 +28,9 @@ def kmeans(
 ) -> Tensor:
     """Centroids [B,K,N] of points [B,P,N], from the points at `initial` ([K] for every set, or [B,K]).
 
-    Lloyd: assign to the nearest centroid (Euclidean), move each centroid to its points' mean, until the squared shift
-    summed over a set's centroids is at most `tolerance`. A converged set does not change, regardless of the others. An
-    empty cluster restarts at the point farthest from its own centroid, the next empty one at the next farthest (64 of
-    them; any more share the last until the next iteration); `empty="zero"` puts it at 0.
+    A set has converged when the squared shifts of its centroids sum to at most `tolerance`, independently of the other
+    sets. An empty cluster restarts at the point farthest from its centroid, the next empty one at the next farthest
+    point, up to 64 points; with `empty="zero"` it is set to 0.
     """
     initial = initial.to(points.device).expand(len(points), -1)
     parts = _parts(points, initial.shape[1])
@@ -42,18 +38,18 @@ def kmeans(
 
 
 def _parts(points: Tensor, clusters: int) -> Iterator[slice]:
-    """Split the sets so that the distances take at most 1 GB on an accelerator, 128 MB elsewhere."""
-    room = 2**28 if points.device.type == "cuda" else 2**25
-    size = max(1, room // (points.shape[1] * clusters))
+    """Split the sets so that the distances take at most 1 GB on CUDA, 128 MB elsewhere."""
+    numbers = 2**28 if points.device.type == "cuda" else 2**25
+    size = max(1, numbers // (points.shape[1] * clusters))
     return (slice(begin, begin + size) for begin in range(0, len(points), size))
 
 
 @dataclass(frozen=True)
 class _Points:
-    """Points [B,P,N] in the form that an iteration reads.
+    """Points [B,P,N] in the forms that an iteration reads.
 
-    `longer` has an additional coordinate 1, and zeros to a length that suits the hardware, so that |c|^2 - 2 <x, c> is
-    one product. `wide` is in float64: an accelerator adds in any order, which would show in float32 sums.
+    `longer` has an additional coordinate 1, and is padded with zeros, so that |c|^2 - 2 <x, c> is one product. `wide`
+    is in float64, because an accelerator adds in any order.
     """
 
     plain: Tensor
@@ -72,34 +68,34 @@ class _Points:
 
 
 def _lloyd(points: Tensor, initial: Tensor, iterations: int, tolerance: float, empty: Empty) -> Tensor:
-    """Iterate; converged sets are removed whenever the host checks."""
+    """Iterate until all sets have converged; converged sets are removed at every check."""
     sets = torch.arange(len(points), device=points.device)
     result = centroids = points[sets[:, None], initial]
-    these = _Points.of(points)
+    active = _Points.of(points)
     converged = torch.zeros(len(points), dtype=torch.bool, device=points.device)
     for step in range(iterations):
-        moved = _moved(these, centroids, empty)
-        shift = (moved - centroids).square().sum((1, 2))
-        centroids = torch.where(converged[:, None, None], centroids, moved)
+        means = _means(active, centroids, empty)
+        shift = (means - centroids).square().sum((1, 2))
+        centroids = torch.where(converged[:, None, None], centroids, means)
         converged = converged | (shift <= tolerance)
         if step % _CHECK == _CHECK - 1 or step == iterations - 1:
             result = result.index_copy(0, sets, centroids)
-            going = (~converged).nonzero()[:, 0]
-            if len(going) == 0:
+            index = (~converged).nonzero()[:, 0]
+            if len(index) == 0:
                 break
-            if len(going) < len(sets):
-                sets, these, centroids, converged = sets[going], these[going], centroids[going], converged[going]
+            if len(index) < len(sets):
+                sets, active, centroids, converged = sets[index], active[index], centroids[index], converged[index]
     return result
 
 
-def _moved(points: _Points, centroids: Tensor, empty: Empty) -> Tensor:
+def _means(points: _Points, centroids: Tensor, empty: Empty) -> Tensor:
     """One iteration: the means [B,K,N] of the points nearest to each centroid."""
     batch, clusters, size = centroids.shape
     rows = torch.arange(batch, device=centroids.device)[:, None]
-    against = centroids.new_zeros(batch, clusters, points.longer.shape[-1])
-    against[..., :size] = -2 * centroids
-    against[..., size] = centroids.square().sum(-1)
-    distance, nearest = (points.longer @ against.mT).min(-1)
+    longer = centroids.new_zeros(batch, clusters, points.longer.shape[-1])
+    longer[..., :size] = -2 * centroids
+    longer[..., size] = centroids.square().sum(-1)
+    distance, nearest = (points.longer @ longer.mT).min(-1)
     flat = (nearest + clusters * rows).flatten()
     sums = points.wide.new_zeros(batch * clusters, size).index_add_(0, flat, points.wide.flatten(0, 1))
     counts = sums.new_zeros(batch * clusters).index_add_(0, flat, torch.ones_like(flat, dtype=sums.dtype))

@@ -1,4 +1,4 @@
-"""Precision: the settings for the arithmetic of methods, metrics and training."""
+"""Precision of methods, metrics and training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from patchlight.anatomy.opened import Anatomy
 
 Decided = Literal["full", "tf32", "bf16", "fp16"]
 Precision = Literal["auto", "full", "tf32", "bf16"]
-"""`full`: the model's own type, the reference. `tf32`: float32 whose matrix products on CUDA round to TF32. `bf16`:
-products in bfloat16. `auto`: on CUDA the fastest that keeps the order of the patches, full elsewhere."""
+"""`full`: the type of the model, the reference. `tf32`: float32 whose matrix products on CUDA round to TF32. `bf16`:
+products in bfloat16. `auto`: on CUDA the fastest one that keeps the order of the patches, `full` elsewhere."""
 PassPrecision = Literal["auto", "full", "tf32", "bf16", "fp16"]
-"""For forwards with a backward there is `fp16` too: products in float16, the gradient scaled into its range. It is as
-fast as bf16 and rounds eight times less. In both, the tokens between blocks and the readout stay in float32."""
+"""Passes with a backward also have `fp16`: products in float16, with gradients scaled to its range. It is as fast as
+bf16 and rounds eight times less. In both, the tokens between blocks and the readout are in float32."""
 PRECISION = "Arithmetic: 'full' is the model's type; 'auto' is the fastest on CUDA that keeps the order of the patches."
 HALF: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def chosen(precision: PassPrecision, device: torch.device, dtype: torch.dtype, auto: Decided = "bf16") -> Decided:
-    """What a precision comes to for a model of this type there; `auto` is what it means on CUDA.
+    """Resolve a precision for a device and type; `auto` is the meaning of "auto" on CUDA.
 
     >>> chosen("auto", torch.device("cpu"), torch.float32)
     'full'
@@ -36,12 +36,12 @@ def chosen(precision: PassPrecision, device: torch.device, dtype: torch.dtype, a
 
 
 def lowered(vit: Anatomy, precision: PassPrecision, products: bool = False) -> Anatomy:
-    """The model; in `bf16` and `fp16` a view with linear maps and convolutions in that type, and patches as products.
+    """The model, or in `bf16` and `fp16` a view with linear maps and convolutions in that type.
 
-    Autocast would cast them at every use, to the same values: a third of all launches of a small model's forward.
+    Autocast would cast them to the same values at every use, a third of all launches of a small model's forward.
     """
-    own = next(p.dtype for p in vit.model.parameters() if p.is_floating_point())
-    if precision not in HALF or not vit.castable or own != vit.dtype:  # a model of half precision, widened
+    dtype = next(p.dtype for p in vit.model.parameters() if p.is_floating_point())
+    if precision not in HALF or not vit.castable or dtype != vit.dtype:  # a model of half precision, widened
         return vit
     return vit.view(HALF[precision], products, only=(nn.Linear, nn.Conv2d))
 
@@ -49,8 +49,7 @@ def lowered(vit: Anatomy, precision: PassPrecision, products: bool = False) -> A
 def casting(vit: Anatomy, precision: PassPrecision, trains: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Context for every forward of a lowered model.
 
-    `trains`: trained weights are among those cast. Autocast would cache its first cast of them as long as any autocast
-    is active, including `Anatomy.steady`, and all later steps would use stale weights.
+    With `trains`, some of the weights are trained, so autocast must not cache its first cast of them.
     """
     if precision not in HALF:
         return contextlib.nullcontext()
@@ -58,22 +57,22 @@ def casting(vit: Anatomy, precision: PassPrecision, trains: bool = False) -> con
 
 
 def rounding(vit: Anatomy, precision: PassPrecision) -> contextlib.AbstractContextManager[Any]:
-    """Context for float32 products, which may round to TF32 unless the precision is full."""
+    """Context in which float32 products may round to TF32, unless the precision is full."""
     return tf32() if precision != "full" and vit.device.type == "cuda" else contextlib.nullcontext()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes available to tensors on a CUDA device: the free ones, and those that torch caches."""
+    """Bytes available on a CUDA device, including those cached by torch."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager
 def tf32() -> Iterator[None]:
-    """Inside, float32 products on CUDA may round to TF32.
+    """Context in which float32 products on CUDA may round to TF32.
 
-    Torch has one such flag per process, so products of other threads may round too. The first of several threads sets
-    it, and the last restores it.
+    Torch has one flag per process, so products of other threads may round too. The first of several threads sets the
+    flag, and the last one restores it.
     """
     global _inside, _before
     products: Any = torch.backends.cuda.matmul

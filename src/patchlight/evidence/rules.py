@@ -1,6 +1,6 @@
-"""Backward rules: how a gradient passes attention, layer norm, activations and gates. A rule never changes a forward.
+"""Backward rules: gradients of attention, layer norm, activations and gates that differ from the usual ones.
 
-Each operation below has the value of the plain one, bit for bit, and its own backward.
+Each operation below has exactly the value of the usual one, and its own backward.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from patchlight.evidence.rows import has_tiles
 
 @dataclass(frozen=True)
 class Rule:
-    """A backward rule, defined by what it does to each type of operation.
+    """A backward rule, defined for each type of operation.
 
     Args:
-        name: The name, which may follow that of a method.
+        name: The suffix for names of methods.
         paper: The source.
-        attention: "frozen" holds the attention matrix constant; "uniform" gives half the gradient to each factor of a
-            product of activations.
-        norm: "frozen" holds the standard deviation constant; the mean stays in the graph.
+        attention: "frozen" treats the attention matrix as constant; "uniform" passes half of the gradient to each
+            factor of a product of activations.
+        norm: "frozen" treats the standard deviation as constant, but not the mean.
         activation: "ratio" replaces f'(h) by f(h)/h.
-        gate: "half" passes half the gradient to each factor of a product of two activations.
+        gate: "half" passes half of the gradient to each factor of a product of two activations.
         aliases: Other names.
-        gamma: How much more the contributions to a linear map count that have the sign of its output; 0: the gradient.
-        conv_gamma: The same for the convolution that embeds the patches.
-        linear: The linear maps with `gamma`: "mlp" are those after the attention and its output projection, the
-            classifier too; "all" are the projections of the attention as well.
+        gamma: Additional weight of the contributions to a linear map that have the sign of its output; 0: the gradient.
+        conv_gamma: `gamma` of the convolution that embeds the patches.
+        linear: The linear maps with `gamma`: "mlp", those after attention and its output projection, including the
+            classifier; or "all", also the projections of attention.
     """
 
     name: str
@@ -65,7 +65,7 @@ for _rule in (
 
 
 def register_rule(rule: Rule) -> Rule:
-    """Register a backward rule, so that its name may follow that of a method.
+    """Register a backward rule, so that its name can be the suffix of a method's name.
 
     Args:
         rule: The rule.
@@ -78,7 +78,7 @@ Ratio = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Softmax(torch.autograd.Function):
-    """A = softmax(S); the backward passes (A, G = ds/dA) to an observer and, if frozen, stops there."""
+    """A = softmax(S); the backward calls an observer with (A, G = ds/dA) and, if frozen, returns no gradient."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, frozen: bool, observer: Observer | None) -> Tensor:
@@ -100,7 +100,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(scores: Tensor, rule: Rule, observer: Observer | None) -> Tensor:
-    """Softmax over the last axis under `rule`; the observer gets attention and its gradient in the backward."""
+    """Softmax over the last axis under `rule`; the backward calls the observer with attention and its gradient."""
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return scores.softmax(-1)
     if rule.attention == "frozen" and observer is None:
@@ -112,8 +112,8 @@ def softmax(scores: Tensor, rule: Rule, observer: Observer | None) -> Tensor:
 def attended(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values whose fused attention has the backward of `rule`.
 
-    A frozen matrix has constant queries and keys. Under a uniform rule each factor of both products gets half: half of
-    dv, and a quarter of dq and dk.
+    With a frozen matrix, queries and keys are constant. Under a uniform rule, each factor of both products gets half of
+    the gradient: half of dv, and a quarter of dq and dk.
     """
     if rule.attention == "frozen":
         return q.detach(), k.detach(), v
@@ -165,7 +165,7 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None, ru
 
 
 class _RatioActivation(torch.autograd.Function):
-    """f(h), with f(h)/h as its derivative; `ratio` multiplies a gradient by it."""
+    """f(h) with the derivative f(h)/h; `ratio` multiplies a gradient by this."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, function: Callable[[Tensor], Tensor], ratio: Ratio) -> Tensor:
@@ -193,7 +193,7 @@ def _tanh_gelu_ratio(gradient: Tensor, h: Tensor) -> Tensor:
 
 
 def gelu(h: Tensor, approximate: str, rule: Rule) -> Tensor:
-    """GELU under `rule`; its ratio is the normal distribution function, or that of the tanh form."""
+    """GELU under `rule`; the ratio is the normal distribution function, or its tanh approximation."""
     if rule.activation == "plain" or not h.requires_grad:
         return F.gelu(h, approximate=approximate)
     ratio = _gelu_ratio if approximate == "none" else _tanh_gelu_ratio
@@ -202,7 +202,7 @@ def gelu(h: Tensor, approximate: str, rule: Rule) -> Tensor:
 
 
 def silu(h: Tensor, rule: Rule) -> Tensor:
-    """SiLU under `rule`; its ratio is the sigmoid."""
+    """SiLU under `rule`; the ratio is the sigmoid."""
     if rule.activation == "plain" or not h.requires_grad:
         return F.silu(h)
     result: Tensor = _RatioActivation.apply(h, F.silu, lambda gradient, h: gradient * torch.sigmoid(h))
@@ -210,7 +210,7 @@ def silu(h: Tensor, rule: Rule) -> Tensor:
 
 
 def elementwise(h: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Any elementwise f(h) with (f(h) - f(0)) / h as its derivative, f'(0) at 0; and f(0) [D] if it is not 0."""
+    """Any elementwise f(h) with the derivative (f(h) - f(0)) / h, or f'(0) at 0; and f(0) [D] if it is not 0."""
     zero = torch.zeros_like(h[:1, :1])
     with torch.no_grad():
         constant = function(zero.clone())
@@ -224,10 +224,10 @@ def elementwise(h: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor
 
 
 class _GammaProduct(torch.autograd.Function):
-    """A linear map whose contributions x_i W_ji of the sign of its output y_j count 1 + gamma times in the backward.
+    """A linear map with the gamma rule: contributions x_i W_ji with the sign of the output y_j have weight 1 + gamma.
 
     With z_j the sum of these weighted contributions and of the bias, R_i = sum_j x_i W_ji (1 + gamma [x_i W_ji y_j >
-    0]) / z_j R_j for R_j = g_j y_j; the backward passes R_i / x_i. The bias keeps its share, which `observer` gets.
+    0]) / z_j R_j for R_j = g_j y_j; the backward returns R_i / x_i. `observer` is called with the share of the bias.
     """
 
     @staticmethod
@@ -259,8 +259,8 @@ class _GammaProduct(torch.autograd.Function):
 
         rise = product(x.clamp_min(0), up, None if bias is None else bias.clamp_min(0))
         rise = rise + product(x.clamp_max(0), down, None)
-        same = torch.where(y > 0, rise, y - rise)  # what has the sign of y
-        signal = gradients[0] * torch.where(y == 0, 0, y / torch.where(y == 0, 1, y + gamma * same))
+        same_sign = torch.where(y > 0, rise, y - rise)  # the contributions with the sign of y
+        signal = gradients[0] * torch.where(y == 0, 0, y / torch.where(y == 0, 1, y + gamma * same_sign))
         if ctx.observer is not None and bias is not None:
             constant = product(torch.zeros_like(x), weight, bias)
             ctx.observer(signal * torch.where(constant * y > 0, (1 + gamma) * constant, constant))
@@ -280,7 +280,7 @@ def gamma_product(
 ) -> Tensor:
     """product(x, weight, bias), a linear map or a convolution, under the gamma rule.
 
-    The observer gets the relevance of the bias at each output in the backward.
+    The backward calls the observer with the relevance of the bias at each output.
     """
     result: Tensor = _GammaProduct.apply(x, weight, bias, product, gamma, observer)
     return result.clone()  # a forward may change it in place
@@ -298,7 +298,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def halved(x: Tensor) -> Tensor:
-    """The value x with half its gradient."""
+    """X with half of its gradient."""
     return _scaled_gradient(x, 0.5)
 
 

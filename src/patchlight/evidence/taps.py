@@ -1,7 +1,4 @@
-"""Taps: observe attention, norms, activations and linear maps as a model calls them, under a backward rule.
-
-Inside a tap every torch function the model calls is recorded if requested, and has the backward of the active rule.
-"""
+"""Taps: record attention, norms, activations and linear maps when a model calls them, and apply a backward rule."""
 
 from __future__ import annotations
 
@@ -20,11 +17,16 @@ from patchlight.evidence.rules import Rule
 
 
 class Taps(AttentionTap):
-    """Apply `rule` to a part of a model, and write what `needs` names into `record`.
+    """Apply a backward rule to a part of a model, and record values.
 
-    With `fused`, a type, attention stays fused in that type if possible, and the record has the inputs of its matrices.
-    With `cut`, a graph begins at the attention's output, whose leaf is in the record. `place` is where the running
-    module has its tokens: in order (None), in windows, or on a coarser grid.
+    Args:
+        rule: The backward rule.
+        needs: The parts of the evidence to record.
+        record: Where they are recorded.
+        in_block: Whether the part is a block.
+        fused: If given, attention stays fused in this type if possible, and the inputs of its matrices are recorded.
+        cut: Whether the graph begins at the output of attention, `record.leaf`.
+        place: The arrangement of the tokens: in order (None), in windows, or on a coarser grid.
     """
 
     handlers: ClassVar[Mapping[str, str]] = {
@@ -63,12 +65,12 @@ class Taps(AttentionTap):
         record = self.record
         undo = 2.0 if self.rule.attention == "uniform" else 1.0
 
-        def seen(attention: Tensor, gradient: Tensor) -> None:
-            """G is the full gradient of the attention matrix; a uniform rule halves only what flows on."""
+        def observe(attention: Tensor, gradient: Tensor) -> None:
+            """Record A and its full gradient; a uniform rule has halved the gradient."""
             record.see("A", attention)
             record.see("G", gradient if undo == 1.0 else gradient * undo)
 
-        return seen
+        return observe
 
     def attend(self, scores: Tensor) -> Tensor:
         self.take()
@@ -82,14 +84,11 @@ class Taps(AttentionTap):
 
     def attend_composed(self, scores: Tensor) -> Tensor:
         if self._factors is not None:
-            self._show(q=self._factors[0], k=self._factors[1].mT)
+            self._record_parts(q=self._factors[0], k=self._factors[1].mT)
         return self.attend(scores)
 
     def scaled_dot_product_attention(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Fused attention if possible; otherwise written out, for a job that reads its matrix or for a rule.
-
-        On a CPU, the fused backward is slower than what a rule leaves of it.
-        """
+        """Compute fused attention if possible; it is written out if its matrix is read, or for a rule on a CPU."""
         call = AttentionCall(*args, **kwargs)
         query, key, value = call[:3]
         graph = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -102,7 +101,7 @@ class Taps(AttentionTap):
         out = self._in_tiles(call) if call.attn_mask is None else None
         if out is not None:
             return out
-        self._show(q=call.query, k=call.key, v=call.value)
+        self._record_parts(q=call.query, k=call.key, v=call.value)
         if keeps_fused and not self.needs & {"A", "G"}:
             self.take()
             return self._begin(self._fused(func, call, ruled))
@@ -110,17 +109,17 @@ class Taps(AttentionTap):
 
     def _fused(self, func: Callable[..., Any], call: AttentionCall, ruled: bool) -> Tensor:
         query, key, value, mask, dropout, causal, scale, grouped = call
-        given = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
-        more = {"enable_gqa": True} if grouped else {}
-        return func(*given, mask, dropout, causal, scale=scale, **more)  # type: ignore[no-any-return]
+        inputs = rules.attended(query, key, value, self.rule) if ruled else (query, key, value)
+        options = {"enable_gqa": True} if grouped else {}
+        return func(*inputs, mask, dropout, causal, scale=scale, **options)  # type: ignore[no-any-return]
 
-    def _show(self, **seen: Tensor) -> None:
-        for name, value in seen.items():
+    def _record_parts(self, **values: Tensor) -> None:
+        for name, value in values.items():
             if name in self.needs:
                 self.record.see(name, value)
 
     def _begin(self, out: Tensor) -> Tensor:
-        """The attention's output with its gradient observed; if the graph is cut, it begins here."""
+        """Record the gradient of the output of attention; if the graph is cut, it begins here."""
         if self.cut and "dO" in self.needs:
             out = self.record.leaf = out.detach().requires_grad_()
         elif out.requires_grad and ("dO" in self.needs or ("G" in self.needs and self.record.fused is not None)):
@@ -128,36 +127,38 @@ class Taps(AttentionTap):
         return out
 
     def _in_tiles(self, call: AttentionCall) -> Tensor | None:
-        """Fused attention whose rows the record can compute; None if there is no such kernel."""
+        """Fused attention that also returns its log-sum-exp; None if there is no such kernel."""
         query, key, value = call[:3]
-        width, known = query.shape[-1], query.shape == key.shape == value.shape
-        if self.fused is None or not self.in_block or not known or query.ndim != 4 or width % 8 or width > 128:
+        width, alike = query.shape[-1], query.shape == key.shape == value.shape
+        if self.fused is None or not self.in_block or not alike or query.ndim != 4 or width % 8 or width > 128:
             return None
         if not query.is_cuda and query[..., 0].numel() * query.shape[2] < WRITTEN:
             return None
         q, k, v = (t.to(self.fused) for t in rules.attended(query, key, value, self.rule))
-        found = attend(q, k, v, call.factor)
-        if found is None:
+        result = attend(q, k, v, call.factor)
+        if result is None:
             return None
         self.take()
-        out, lse = found
+        out, lse = result
         self.record.fused = FusedAttention(q.detach(), k.detach(), v.detach(), lse.detach(), call.factor)
         return self._begin(out)
 
+    def _halved(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors of a matrix product, with half of their gradients under a uniform rule."""
+        uniform = self.rule.attention == "uniform" and a.requires_grad and b.requires_grad
+        return (rules.halved(a), rules.halved(b)) if uniform else (a, b)
+
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
-            a, b = rules.halved(a), rules.halved(b)
+        a, b = self._halved(a, b)
         return a @ b
 
     def matmul(self, func: Callable[..., Any], a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         values = self.mixes_values(a)
         if values:
-            self._show(v=b)
+            self._record_parts(v=b)
         elif self._attention is None and a.ndim == b.ndim == 4 and self.needs & {"q", "k"}:
             self._factors = a, b
-        if self.rule.attention == "uniform" and a.requires_grad and b.requires_grad:
-            a, b = rules.halved(a), rules.halved(b)
-        out: Tensor = func(a, b, *args, **kwargs)
+        out: Tensor = func(*self._halved(a, b), *args, **kwargs)
         return self._begin(out) if values else out
 
     def layer_norm(
@@ -170,10 +171,10 @@ class Taps(AttentionTap):
         eps: float = 1e-5,
         *rest: Any,
     ) -> Tensor:
-        return self._biased(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
+        return self._record_bias(rules.layer_norm(input, normalized_shape, weight, bias, eps, self.rule), bias)
 
     def tokens(self, part: str, value: Tensor) -> None:
-        """Record tokens inside a block [B,N,D] (or [B,h,w,D], [BN,D]) under the letter `part`, and their gradient."""
+        """Record tokens [B,N,D] (or [B,h,w,D], [BN,D]) inside a block under the letter `part`, and their gradient."""
         x, gradient_part = self.record.x, f"g{part}"
         if part in self.needs:
             self.record.seen[part] = value.detach().to(x.dtype).reshape(len(x), -1, value.shape[-1])
@@ -204,8 +205,7 @@ class Taps(AttentionTap):
         """f(h) = f(0) + h r(h) under a ratio rule, where f(0) is a bias."""
         if self.rule.activation == "plain" or not h.requires_grad:
             return function(h)
-        out, at_zero = rules.elementwise(h, function)
-        return self._biased(out, at_zero)
+        return self._record_bias(*rules.elementwise(h, function))
 
     def linear(self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         after = not self.in_block or self._projected  # the first linear map after the attention is its projection
@@ -216,8 +216,8 @@ class Taps(AttentionTap):
     def conv2d(
         self, func: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kw: Any
     ) -> Tensor:
-        def product(*given: Tensor) -> Tensor:
-            return func(*given, *rest, **kw)  # type: ignore[no-any-return]
+        def product(*factors: Tensor) -> Tensor:
+            return func(*factors, *rest, **kw)  # type: ignore[no-any-return]
 
         return self._product(product, (input, weight, bias), self.rule.conv_gamma, channels=1)
 
@@ -230,50 +230,48 @@ class Taps(AttentionTap):
     ) -> Tensor:
         """A linear map or a convolution of factors (input, weight, bias), with the gamma rule if gamma is not 0."""
         if gamma == 0 or not (torch.is_grad_enabled() and factors[0].requires_grad):
-            return self._biased(product(*factors), factors[2], channels)
+            return self._record_bias(product(*factors), factors[2], channels)
         record, place = self.record, self.place
 
-        def seen(relevance: Tensor) -> None:
+        def observe(relevance: Tensor) -> None:
             record.add_bias(relevance.movedim(channels, -1).sum(-1), place)
 
-        return rules.gamma_product(product, *factors, gamma, seen if "bias" in self.needs else None)
+        return rules.gamma_product(product, *factors, gamma, observe if "bias" in self.needs else None)
 
-    def _biased(self, out: Tensor, bias: Tensor | None, channels: int = -1) -> Tensor:
+    def _record_bias(self, out: Tensor, bias: Tensor | None, channels: int = -1) -> Tensor:
+        """Record the contribution of a bias that was added to `out`, and return `out`."""
         if bias is not None and "bias" in self.needs and out.requires_grad:
             record, constant, place = self.record, bias.detach(), self.place
 
-            def seen(g: Tensor | None) -> None:
+            def observe(g: Tensor | None) -> None:
                 if g is not None:
                     record.add_bias(g.movedim(channels, -1) @ constant.to(g.dtype), place)
 
-            out.register_hook(seen)
+            out.register_hook(observe)
         return out
 
     def add(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-        """A vector added to activations is a bias too (some EVA and BEiT weights keep it outside the linear map)."""
+        """A vector that is added to activations is a bias (some EVA and BEiT models add it after the linear map)."""
         out = func(a, b, *args, **kwargs)
         constant = b if isinstance(b, Tensor) and isinstance(a, Tensor) and a.requires_grad else None
         if constant is not None and constant.ndim == 1 and (constant.is_leaf or not constant.requires_grad):
-            return self._biased(out, constant)
+            return self._record_bias(out, constant)
         return out
 
     def gate(self, func: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """A product of two activations is a gate; a product with a parameter or a number is a scale."""
-        both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.requires_grad and b.requires_grad
-        if both and self.rule.gate == "half" and a.shape == b.shape:
+        activations = isinstance(a, Tensor) and isinstance(b, Tensor) and a.requires_grad and b.requires_grad
+        if activations and self.rule.gate == "half" and a.shape == b.shape:
             a, b = rules.halved(a), rules.halved(b)
         return func(a, b, *args, **kwargs)
 
     def squash(self, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The bounded factor of an activation composed of primitives (QuickGELU, tanh-GELU, a sigmoid gate).
-
-        Under a ratio rule f(h) = h * r(h) passes r(h), so r is constant.
-        """
+        """The bounded factor r of an activation f(h) = h r(h) composed of primitives; constant under a ratio rule."""
         constant = self.in_block and self.rule.activation == "ratio"
         return func(x.detach() if constant else x, *args, **kwargs)  # type: ignore[no-any-return]
 
     def rsqrt(self, func: Callable[..., Any], x: Tensor) -> Tensor:
-        """One over the deviation, in a norm composed of primitives."""
+        """The reciprocal of the deviation in a norm composed of primitives; constant under a frozen rule."""
         return func(x.detach() if self.rule.norm == "frozen" else x)  # type: ignore[no-any-return]
 
 

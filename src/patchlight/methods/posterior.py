@@ -1,4 +1,4 @@
-"""`posterior`: a white-box map is the prior, scored masks are the evidence, the map is the posterior mean."""
+"""`posterior`: effects of patches estimated from a white-box map (the prior) and the scores of masked images."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from patchlight.methods.tis import activation_points, block_outputs, sampled_sco
 Ridge = Annotated[float, Field(gt=0)] | Literal["likelihood"]
 MaskSource = Literal["activations", "grids", "coalitions"]
 RATIOS = torch.logspace(-1, 2, 25, dtype=torch.float64)
-"""The ratios r = lambda / t that the likelihood weights, t the mean eigenvalue of Mc^T Mc."""
+"""The ratios r = lambda / t for ridge="likelihood", with t the mean eigenvalue of Mc^T Mc."""
 TINY = 1e-12
-"""Masks that differ by less are equal."""
+"""Masks with smaller differences are equal."""
 GRID = 7
 """Cells along each side of a coarse grid."""
 PRIORS = ("fullgrad-plus.libra", "fullgrad-plus", "genatt", "grad")
-"""The priors of "auto"; the first that works on the model is used."""
+"""The priors of "auto": the first that works on the model is used."""
 
 
 @dataclass(frozen=True)
 class Posterior:
     """The posterior of patch effects beta, given scores w = c + M beta + noise: a mixture over R values of lambda.
 
-    With Mc^T Mc = U diag(d) U^T, the r-th is Gaussian with mean `means[:, r]` [B,T,N] and covariance
-    sigma_r^2 U diag(1 / (d + lambda_r)) U^T, and has the weight `weights[:, r]` [B,T].
+    With Mc^T Mc = U diag(d) U^T, component r is Gaussian with mean `means[:, r]` [B,T,N], covariance
+    sigma_r^2 U diag(1 / (d + lambda_r)) U^T and weight `weights[:, r]` [B,T].
     """
 
     means: Tensor
@@ -50,7 +50,7 @@ class Posterior:
     ridges: Tensor
     """lambda [B,R]."""
     basis: Tensor
-    """U [B,N,K]: the directions that the masks cover; `values` are d [B,K]."""
+    """U [B,N,K]: the eigenvectors; `values` are the eigenvalues d [B,K]."""
     values: Tensor
 
     @cached_property
@@ -59,37 +59,37 @@ class Posterior:
         return (self.weights[..., None] * self.means).sum(1)
 
     def variance(self) -> Tensor:
-        """The variance of each patch's effect [B,T,N]; that of the prior, sigma^2 / lambda, without evidence."""
-        unseen = 1 / self.ridges[..., None]
-        known = 1 / (self.values[:, None] + self.ridges[..., None]) - unseen
-        inside = (torch.einsum("bnk,brk->brn", self.basis**2, known) + unseen).clamp_min(0)
-        each = self.noise[..., None] * inside[:, :, None] + (self.means - self.mean[:, None]) ** 2
-        return (self.weights[..., None] * each).sum(1)
+        """The variance of the effect of each patch [B,T,N]."""
+        prior = 1 / self.ridges[..., None]
+        reduction = 1 / (self.values[:, None] + self.ridges[..., None]) - prior
+        within = (torch.einsum("bnk,brk->brn", self.basis**2, reduction) + prior).clamp_min(0)
+        components = self.noise[..., None] * within[:, :, None] + (self.means - self.mean[:, None]) ** 2
+        return (self.weights[..., None] * components).sum(1)
 
 
 def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge: Ridge = 10.0) -> Posterior:
-    """The posterior of masks M [B,V,N], scores w [B,V,T] and a prior map P [B,T,N] (None: zero), in float64.
+    """The posterior for masks M [B,V,N], scores w [B,V,T] and a prior map P [B,T,N] (None: zero), in float64.
 
-    Masks and scores are centred over the masks. mu = a P with a = max(0, f.w / f.f), f = Mc P, is the prior's mean and
-    beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) the posterior's, lambda_r = r tr(Mc^T Mc) / N, r = `ridge`.
-    "likelihood": the values of `RATIOS` are weighted by the scores' marginal likelihood, with the best sigma^2 for
-    each.
+    Masks and scores are centred over the masks. The mean of the prior is mu = a P with a = max(0, f.w / f.f), f = Mc P;
+    that of the posterior is beta_r = mu + (Mc^T Mc + lambda_r I)^-1 Mc^T (w - Mc mu) with lambda_r = r tr(Mc^T Mc) / N
+    and r = `ridge`. For "likelihood", the values of `RATIOS` are weighted by the marginal likelihood of the scores,
+    with the best sigma^2 for each.
     """
-    where = torch.device("cpu") if scores.device.type == "mps" else scores.device  # MPS has no float64
-    masks, scores = masks.to(where).double(), scores.to(where).double()
+    device = torch.device("cpu") if scores.device.type == "mps" else scores.device  # MPS has no float64
+    masks, scores = masks.to(device).double(), scores.to(device).double()
     m, w = masks - masks.mean(1, keepdim=True), scores - scores.mean(1, keepdim=True)
     mean, free = w.new_zeros(len(w), w.shape[-1], m.shape[-1]), m.shape[1] - 1
     if prior is not None:
-        prior = prior.to(where).double()
-        mean, free = _fitting(m, w, prior)[..., None] * prior, free - 1
-    rest = w - m @ mean.mT
+        prior = prior.to(device).double()
+        mean, free = _prior_factor(m, w, prior)[..., None] * prior, free - 1
+    residual = w - m @ mean.mT
     values, basis = _spectrum(m)
-    pulled = basis.mT @ (m.mT @ rest)  # [B,K,T]
+    pulled = basis.mT @ (m.mT @ residual)  # [B,K,T]
     unit = (values.sum(-1) / m.shape[-1]).clamp_min(TINY / 2)
     ridges = (RATIOS.to(w) if ridge == "likelihood" else w.new_tensor([ridge])) * unit[:, None]  # [B,R]
     shrunk = values[:, None] + ridges[..., None]  # [B,R,K]
-    left = (rest**2).sum(1)[:, None] - torch.einsum("bkt,brk->brt", pulled**2, 1 / shrunk)
-    noise = left.clamp_min(1e-30) / max(free, 1)
+    squares = (residual**2).sum(1)[:, None] - torch.einsum("bkt,brk->brt", pulled**2, 1 / shrunk)
+    noise = squares.clamp_min(1e-30) / max(free, 1)
     likelihood = -0.5 * (max(free, 1) * noise.log() + (shrunk / ridges[..., None]).log().sum(-1, keepdim=True))
     gain = torch.einsum("bnk,brkt->brtn", basis, pulled[:, None] / shrunk[..., None])
     unknown = (unit < TINY) | (free < 1)
@@ -97,10 +97,10 @@ def condition(masks: Tensor, scores: Tensor, prior: Tensor | None = None, ridge:
     return Posterior(mean[:, None] + gain, likelihood.softmax(1), noise, ridges, basis, values)
 
 
-def _fitting(m: Tensor, w: Tensor, prior: Tensor) -> Tensor:
-    """a [B,T]: the factor, at least 0, with which a prior [B,T,N] best fits the scores w [B,V,T].
+def _prior_factor(m: Tensor, w: Tensor, prior: Tensor) -> Tensor:
+    """a [B,T]: the non-negative factor with which a prior [B,T,N] best fits the scores w [B,V,T].
 
-    It is 0 for a prior that gives all masks the same value, and 1 if all masks are the same.
+    It is 0 if all masks have the same value under the prior, and 1 if all masks are equal.
     """
     f = m @ prior.mT
     square, size = (f * f).sum(1), (m * m).sum((1, 2))[:, None]
@@ -110,7 +110,7 @@ def _fitting(m: Tensor, w: Tensor, prior: Tensor) -> Tensor:
 
 
 def _spectrum(m: Tensor) -> tuple[Tensor, Tensor]:
-    """d [B,K] and U [B,N,K] of m^T m for centred masks m [B,V,N], K = min(V, N), from the smaller of both products."""
+    """d [B,K] and U [B,N,K] of m^T m for centred masks m [B,V,N], K = min(V, N), from the smaller Gram matrix."""
     if m.shape[1] >= m.shape[2]:
         values, basis = torch.linalg.eigh(m.mT @ m)
         return values.clamp_min(0), basis
@@ -121,10 +121,10 @@ def _spectrum(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fields(ask: Ask, source: MaskSource, samples: int) -> Tensor:
-    """Values [B,V,N] whose highest places the masks show, for each image or the same for all.
+    """Values [B,V,N]; a mask shows the patches with the largest ones.
 
-    `activations`: centroids of a k-means of all blocks' outputs (those of `tis`); `grids`: coarse random grids,
-    upsampled; `coalitions`: a random number per patch.
+    `activations`: centroids of a k-means of the outputs of all blocks, as in `tis`; `grids`: upsampled coarse random
+    grids; `coalitions`: a random number for each patch.
     """
     grid = ask.vit.grid
     if source == "activations":
@@ -139,22 +139,22 @@ def fields(ask: Ask, source: MaskSource, samples: int) -> Tensor:
 
 
 def prior_map(ask: Ask, prior: str) -> Tensor | None:
-    """The map of another method [B,T,N] for the same images and classes, in patches; None for no prior."""
+    """The map [B,T,N] of another method for the same images and classes, in patches; None for no prior."""
     return None if prior == "none" else prior_estimate(ask, prior).maps
 
 
 def prior_estimate(ask: Ask, prior: str, **settings: Any) -> Estimate:
-    """The map of another method [B,T,N], with its error if it has one and is not a map of pixels."""
+    """The map [B,T,N] of another method, with its error unless it is a map of pixels."""
     score = None if ask.score in ("logit", "probability") else ask.score
     request = resolve(prior, settings, score)
-    found = estimate_maps(ask.vit, ask.images, [request], ask.targets, ask.seed)[1][0]
+    result = estimate_maps(ask.vit, ask.images, [request], ask.targets, ask.seed)[1][0]
     if request.level == "pixel":
-        return Estimate(to_cells(found.maps, ask.vit.grid, ask.vit.extent).flatten(2))
-    return Estimate(found.maps.flatten(2), None if found.error is None else found.error.flatten(2))
+        return Estimate(to_cells(result.maps, ask.vit.grid, ask.vit.extent).flatten(2))
+    return Estimate(result.maps.flatten(2), None if result.error is None else result.error.flatten(2))
 
 
 def _chosen_prior(prior: str, vit: Anatomy) -> str:
-    """The first of the priors that works on a model, if none was named."""
+    """Resolve the setting `prior`: "auto" is the first of `PRIORS` that works on the model."""
     if prior != "auto":
         return prior
     return next((name for name in PRIORS if refusal(resolve(name).suited(vit), vit) is None), "none")
@@ -187,7 +187,7 @@ def _reads(settings: Settings, vit: Anatomy) -> Reads:
 
 
 def _depends(settings: Settings) -> object:
-    """What the prior's map depends on besides its settings."""
+    """What the map of the prior depends on besides its settings."""
     if settings["prior"] in ("auto", "none"):
         return None
     request = resolve(settings["prior"])
@@ -222,20 +222,20 @@ def posterior(
         w_j = c + M_j.beta + noise,   beta ~ N(mu, tau^2 I),   mu = a P
         beta = mu + (Mc^T Mc + lambda I)^-1 Mc^T (wc - Mc mu),   lambda = sigma^2 / tau^2 = r tr(Mc^T Mc) / N
 
-    The map is the posterior mean of beta, signed: w_j is the score of the image under mask M_j [N], P the prior's map,
-    and a the factor that fits the scores best. Mc and wc are centred over the masks; r is `ridge`. The error is the
-    posterior's standard deviation. Classes share the masks. No masks, or masks that are all the same, give the prior;
-    with fewer than three the error is not known.
+    The map is the posterior mean of beta, signed. w_j is the score of the image under mask M_j [N], P is the map of the
+    prior, and a is the factor with which it fits the scores best. Mc and wc are centred over the masks; r is `ridge`.
+    The error is the standard deviation of the posterior; with fewer than three masks it is not known. All classes have
+    the same masks. Without masks, or if all masks are equal, the map is that of the prior.
 
     Args:
         samples: Number of masks.
-        prior: The method whose map is the prior, or "none"; "auto" is 'fullgrad-plus.libra' where it works, otherwise
-            another one-pass method.
-        masks: What a mask shows: the patches where a cluster of the blocks' "activations" is largest, as those of
-            `tis`; where random coarse "grids" are; or any ("coalitions"). "auto": activations where the model has one
-            grid of tokens, otherwise grids.
+        prior: The method whose map is the prior, or "none"; "auto" is 'fullgrad-plus.libra' if it works on the model,
+            otherwise another one-pass method.
+        masks: The patches that a mask shows: those where a cluster of the blocks' "activations" is largest, as in
+            `tis`; those where a coarse random grid is largest ("grids"); or random ones ("coalitions"). "auto":
+            activations if the model has one grid of tokens, otherwise grids.
         keep: Share of the patches that a mask shows.
-        unit: "token" removes the other patches, "patch" paints them; "auto" removes where the model can.
+        unit: "token" removes the other patches, "patch" paints them; "auto" removes them if the model can.
         ridge: The ratio r; "likelihood" averages over r from 0.1 to 100, weighted by the marginal likelihood for each
             image and class, which shrinks less and is mostly worse.
     """
@@ -250,14 +250,14 @@ def posterior(
     shown = torch.zeros_like(source, dtype=torch.bool)
 
     def score(images: Tensor, part: slice) -> Tensor:
-        here = images.to(source.device)
-        scores, shown[here, part] = sampled_scores(ask.of(images), source[here, part], [keep], removed, fill)
+        index = images.to(source.device)
+        scores, shown[index, part] = sampled_scores(ask.of(images), source[index, part], [keep], removed, fill)
         return scores
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
-        here = images.to(shown.device)
-        given = None if prior_maps is None else prior_maps[here]
-        result = condition(shown[here, : scores.shape[1]], scores, given, ridge)
+        index = images.to(shown.device)
+        priors = None if prior_maps is None else prior_maps[index]
+        result = condition(shown[index, : scores.shape[1]], scores, priors, ridge)
         mean, error = (values.unflatten(2, ask.vit.grid).to(wide) for values in (result.mean, result.variance().sqrt()))
         return Estimate(mean, error)
 

@@ -1,4 +1,4 @@
-"""Several disjoint sets of patches, each of which keeps the prediction by itself."""
+"""Sufficient sets: several disjoint sets of patches, each of which is enough for the prediction."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:
 
 @dataclass(frozen=True)
 class SufficientSets:
-    """Disjoint sets of patches of one image, each of which keeps the prediction without all other patches.
+    """Disjoint sets of patches of one image, each of which is enough for the prediction.
 
     Args:
-        sets: The patches [k,*grid] of each set; the one that was found first comes first.
-        probabilities: The probability of the class with the patches of each set alone.
-        without: Its probability without the patches of each set: high if another set is enough.
-        full: Its probability with all patches.
-        rest: Its probability without the patches of all sets.
+        sets: Masks [k,*grid] of the patches of each set, in the order in which they were found.
+        probabilities: The probability of the class with only the patches of each set.
+        without: The probability without the patches of each set: high if another set is enough.
+        full: The probability with all patches.
+        rest: The probability without the patches of all sets.
         label: The class.
-        picture: The image [H,W,3], if it is one.
+        picture: The image [H,W,3], if the input is an image.
     """
 
     sets: Tensor
@@ -53,19 +53,19 @@ class SufficientSets:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{n} patches ({p:.2f})" for n, p in zip(self.sizes, self.probabilities, strict=True))
-        found = f"{len(self)} disjoint sets keep it: {sizes}; without all of them {self.rest:.2f}"
-        return f"{self.label} ({self.full:.2f}): {found if len(self) else 'no set of patches alone keeps it'}"
+        text = f"{len(self)} disjoint sets keep it: {sizes}; without all of them {self.rest:.2f}"
+        return f"{self.label} ({self.full:.2f}): {text if len(self) else 'no set of patches alone keeps it'}"
 
     @property
     def sizes(self) -> list[int]:
         """Number of patches of each set."""
-        return [int(one.sum()) for one in self.sets]
+        return [int(patches.sum()) for patches in self.sets]
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the sets over the photograph, each in its own colour.
 
         Args:
-            ax: Matplotlib axes; by default those of a new figure.
+            ax: Matplotlib axes; None: those of a new figure.
 
         Returns:
             The axes.
@@ -77,10 +77,10 @@ class SufficientSets:
         rows, columns = self.sets.shape[-2:]
         if self.picture is not None:
             ax.imshow(self.picture, extent=(0, columns, rows, 0))
-        shown = np.zeros((rows, columns, 4))
-        for number, one in enumerate(self.sets):
-            shown[one.numpy()] = (*to_rgb(COLOURS[number % len(COLOURS)]), 0.6)
-        ax.imshow(shown, extent=(0, columns, rows, 0))
+        overlay = np.zeros((rows, columns, 4))
+        for number, patches in enumerate(self.sets):
+            overlay[patches.numpy()] = (*to_rgb(COLOURS[number % len(COLOURS)]), 0.6)
+        ax.imshow(overlay, extent=(0, columns, rows, 0))
         ax.set_title(f"{self.label}: {len(self)} sufficient sets", parse_math=False)
         ax.set_axis_off()
         return ax
@@ -103,24 +103,24 @@ def sufficient_sets(
     seed: int = 0,
     **ablation: Any,
 ) -> SufficientSets:
-    """Several disjoint minimal sets of patches, each of which is enough for the prediction.
+    """Find several disjoint minimal sets of patches, each of which is enough for the prediction.
 
-    A map cannot show that either of two objects is enough. Each set is found by a greedy search that a prior map
-    guides, among the patches that no earlier set has, until the class has `share` of its probability; then patches are
-    dropped while it keeps that. Each set is minimal: without any one of its patches, the probability is lower than
-    that. There may be smaller sets.
+    A map cannot show that either of two objects is enough. Each set is found by a greedy search, guided by a prior map,
+    among the patches of no earlier set, until the class has `share` of its probability. Then patches are dropped as
+    long as it has. So each set is minimal: without any one of its patches, the probability is lower. There may be
+    smaller sets.
 
     Args:
         vit: The model.
         image: One image, as in `explain`.
         target: The class, as in `explain`.
-        share: Share of the whole image's probability that a set keeps.
-        most: Most sets.
+        share: Share of the probability of the whole image that a set must reach.
+        most: Maximum number of sets.
         prior: The method whose map guides the search.
-        samples: Number of samples of a prior that samples.
-        candidates: Patches that each step of the search compares.
+        samples: Number of samples, if the prior is a sampling method.
+        candidates: Number of patches that each step of the search compares.
         unit: "token" removes the other patches, "patch" paints them with `fill`; "auto" removes them if the model can.
-        fill: What painted patches show.
+        fill: The fill of painted patches.
         seed: Random seed.
         ablation: `chunk`, `precision` and `compile`, as in methods that ablate.
 
@@ -149,34 +149,34 @@ def sufficient_sets(
         width, count = integer("candidates", candidates, 1), integer("most", most, 1)
         sets = disjoint_sets(shown, prior_maps, share * full, width, count)
         masks = torch.zeros(len(sets), vit.cells, dtype=torch.bool)
-        for mask, one in zip(masks, sets, strict=True):
-            mask[one.cpu()] = True
-        alone = [float(shown(one[None, None])) for one in sets]
-        without = [1 - float(hidden(one[None, None])) for one in sets]
-        every = torch.cat(sets)[None, None] if sets else None
-        rest = full if every is None else 1 - float(hidden(every)) if every.shape[2] < vit.cells else 0.0
+        for mask, patches in zip(masks, sets, strict=True):
+            mask[patches.cpu()] = True
+        alone = [float(shown(patches[None, None])) for patches in sets]
+        without = [1 - float(hidden(patches[None, None])) for patches in sets]
+        union = torch.cat(sets)[None, None] if sets else None
+        rest = full if union is None else 1 - float(hidden(union)) if union.shape[2] < vit.cells else 0.0
     colours = picture(batch[0], vit) if vit.layout.inputs == "images" and vit.channels == 3 else None
     label = vit.label(int(targets.index[0, 0]))
     return SufficientSets(masks.view(-1, *vit.grid), tuple(alone), tuple(without), full, rest, label, colours)
 
 
 def disjoint_sets(value: SetFunction, prior: Tensor, limit: float, width: int, most: int) -> list[Tensor]:
-    """Disjoint minimal sets of players, each worth at least `limit`; the prior [1,n] guides the search for each."""
+    """Disjoint minimal sets of players with a value of at least `limit`; the prior [1,n] guides the search."""
     free, sets = torch.arange(prior.shape[1], device=prior.device), list[Tensor]()
     while len(sets) < most and len(free) > 0:
         if float(value(free[None, None])) < limit:
             break
         best: list[float] = []
 
-        def among(chosen_sets: Tensor, free: Tensor = free, best: list[float] = best) -> Tensor:
-            values = value(free[chosen_sets])
+        def value_of_free(candidates: Tensor, free: Tensor = free, best: list[float] = best) -> Tensor:
+            values = value(free[candidates])
             best.append(float(values.max()))
             return values
 
         def enough(best: list[float] = best) -> bool:
             return bool(best) and best[-1] >= limit
 
-        order = guided_order(among, prior[:, free], width, stop=enough).regions[0]
+        order = guided_order(value_of_free, prior[:, free], width, stop=enough).regions[0]
         chosen = minimal(value, free[order[: len(best)] if enough() else order], limit)
         sets.append(chosen)
         free = free[torch.isin(free, chosen, invert=True)]
@@ -184,11 +184,11 @@ def disjoint_sets(value: SetFunction, prior: Tensor, limit: float, width: int, m
 
 
 def minimal(value: SetFunction, chosen: Tensor, limit: float) -> Tensor:
-    """A subset [m] of players [n] that is worth at least `limit`, and less without any one of them."""
+    """A subset [m] of players [n] with a value of at least `limit`, and a lower one without any one of them."""
     while len(chosen) > 1:
-        kept = torch.stack([torch.cat([chosen[:i], chosen[i + 1 :]]) for i in range(len(chosen))])
-        values = value(kept[None])[0]
+        subsets = torch.stack([torch.cat([chosen[:i], chosen[i + 1 :]]) for i in range(len(chosen))])
+        values = value(subsets[None])[0]
         if float(values.max()) < limit:
             break
-        chosen = kept[values.argmax()]
+        chosen = subsets[values.argmax()]
     return chosen

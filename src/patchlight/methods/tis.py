@@ -1,4 +1,4 @@
-"""TIS, Transformer Input Sampling: masks are clusters of the model's activations; tokens are removed."""
+"""Transformer Input Sampling: token subsets from clusters of the model's activations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def block_outputs(vit: Anatomy) -> Reads:
 
 
 def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
-    """The outputs of every block as points [B,L*D,N] in float32: one per block and channel, with its values at the
-    patches.
+    """The outputs of all blocks as points [B,L*D,N] in float32: the values of each channel at the patches.
 
-    `standardise` gives each point mean 0 and variance 1, so that a few huge channels do not dominate the clusters.
+    `standardise` scales each point to mean 0 and variance 1, so that channels of large scale do not dominate.
     """
     vit = ask.vit
     values, _ = ask.forward(block_outputs(vit))
@@ -40,7 +39,7 @@ def activation_points(ask: Ask, standardise: bool = False) -> Tensor:
 
 
 def ranked_patches(centroids: Tensor) -> Tensor:
-    """The patches in falling order of each centroid [B,K,N]; ties in index order."""
+    """The patches in descending order of each centroid [B,K,N]; ties are in index order."""
     return centroids.argsort(stable=True, dim=-1, descending=True)
 
 
@@ -50,9 +49,9 @@ def as_masks(keep: Tensor, patches: int) -> Tensor:
 
 
 def mean_score(scores: Tensor, masks: Tensor, weights: Tensor | None = None) -> Tensor:
-    """sum_j w_j M_j / sum_j M_j [B,T,N] of scores w [B,V,T] and masks M [B,V,N], which may weigh 0 or 1 [V].
+    """sum_j w_j M_j / sum_j M_j [B,T,N] of scores w [B,V,T] and masks M [B,V,N]; `weights` [V] are 0 or 1.
 
-    A patch that no mask shows gets the image's lowest value.
+    A patch that no mask shows gets the lowest value of the image.
     """
     masks, weights = masks.to(scores), scores.new_ones(scores.shape[1]) if weights is None else weights
     coverage = (weights @ masks)[:, None]
@@ -71,7 +70,7 @@ def sampled_scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores w [B,V,T] and masks M [B,V,N] of centroids [B,K,N] at every keep ratio, V = K len(keep), by centroid.
 
-    `inverted` scores the image without M, and w is minus that score.
+    With `inverted`, w is minus the score of the image without M.
     """
     batch, count, patches = centroids.shape
     order = ranked_patches(centroids)
@@ -132,22 +131,22 @@ def tis(
         R = (sum_j w_j M_j) / (sum_j M_j),   w_j = p_c(tokens of M_j)
 
     The outputs of all L blocks are L*D points of dimension N (patches), and mask M_j [N] shows the patches where
-    centroid j of their k-means is largest. The transformer runs on the prefix tokens and those patches alone, taken
-    after the position embedding. A patch that no mask shows gets the image's lowest value. The k-means begins where the
-    authors' code does after `numpy.random.seed(12345 + seed)`. Hierarchical models need `unit="patch"`, and the blocks
-    are those of the stage of the map. Preset `authors`: empty clusters at zero, and the map stretched to [0, 1].
-    1 + samples len(keep) forward passes, no backward pass.
+    centroid j of their k-means is largest. The transformer runs on the prefix tokens and these patches only, taken
+    after the position embedding. A patch that no mask shows gets the lowest value of the image. The initial centroids
+    are those of the authors' code after `numpy.random.seed(12345 + seed)`. Hierarchical models need `unit="patch"`, and
+    the blocks are those of the stage of the map. Preset `authors`: empty clusters are set to zero, and the map is
+    scaled to [0, 1]. 1 + samples len(keep) forward passes.
 
     Args:
         samples: Number of centroids, at most one for each point.
-        keep: Share of the patches that a mask shows; several shares pool their masks.
-        unit: "token" removes the other patches. "patch" paints them after normalisation: the paper's ablation.
-        fill: What painted patches show; "noise" is uniform in [0, 1), one sample per image.
-        inverted: Removes M_j instead, and the map is minus the mean score of what is left (ours).
-        empty: Where an empty cluster starts again: at a far point ("reseed", ours) or at zero.
-        standardise: Scales each point to variance 1 (ours).
+        keep: Share of the patches that a mask shows; with several shares, the masks of all are used.
+        unit: "token" removes the other patches. "patch" paints them after normalisation, as in the paper's ablation.
+        fill: The fill of painted patches; "noise" is uniform in [0, 1), one sample per image.
+        inverted: Whether M_j is removed instead, and the map is minus the mean score (ours).
+        empty: The new centroid of an empty cluster: a distant point ("reseed", ours) or zero.
+        standardise: Whether each point is scaled to variance 1 (ours).
         iterations: Maximum number of iterations of the k-means.
-        stretch: Whether the map is stretched to [0, 1].
+        stretch: Whether the map is scaled to [0, 1].
     """
     points = activation_points(ask, standardise)
     initial = draw_initial(points.shape[1], samples, ask.seed)
@@ -159,9 +158,9 @@ def tis(
     )
 
     def score(images: Tensor, part: slice) -> Tensor:
-        here = images.to(centroids.device)
-        scores, masks = sampled_scores(ask.of(images), centroids[here, part], ratios, unit, fill, inverted)
-        shown[here, part] = masks.unflatten(1, (-1, len(ratios)))
+        index = images.to(centroids.device)
+        scores, masks = sampled_scores(ask.of(images), centroids[index, part], ratios, unit, fill, inverted)
+        shown[index, part] = masks.unflatten(1, (-1, len(ratios)))
         return scores
 
     def estimate(images: Tensor, scores: Tensor) -> Estimate:
@@ -169,14 +168,11 @@ def tis(
 
         def fit(weights: Tensor) -> Tensor:
             maps = mean_score(scores, masks, weights)
-            maps = _stretched(maps) if stretch else maps
+            if stretch:
+                low, high = maps.aminmax(dim=-1, keepdim=True)
+                maps = (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)
             return maps.view(*maps.shape[:2], *ask.vit.grid).to(wide)
 
         return jackknife(fit, scores.shape[1], scores, together=len(ratios))
 
     return in_rounds(ask, centroids.shape[1], tolerance, score, estimate)
-
-
-def _stretched(maps: Tensor) -> Tensor:
-    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
-    return (maps - low) / (high - low).clamp_min(torch.finfo(maps.dtype).tiny)
