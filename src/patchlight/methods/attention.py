@@ -36,7 +36,7 @@ def read_from(b: Evidence) -> Tensor:
     cost="1 forward",
 )
 def rawatt(b: Evidence) -> Matrix:
-    """Attention of one block, averaged over its heads. It ignores the class.
+    """Attention of one block, averaged over its heads; ignores the class.
 
     R = (mean_h A_l)[CLS]
     """
@@ -69,7 +69,7 @@ def _discards(settings: Settings, vit: Anatomy) -> str | None:
 def rollout(
     b: Evidence, fusion: Literal["mean", "max", "min"] = "mean", discard: Annotated[float, Field(ge=0, lt=1)] = 0.0
 ) -> Matrix:
-    """Attention rollout: attention with skip connections, multiplied over the blocks. It ignores the class.
+    """Attention rollout: attention with skip connections, multiplied over the blocks; ignores the class.
 
         R = prod_l N(M_l + I),   M_l the fused heads of block l,   N divides each row by its sum
 
@@ -194,7 +194,7 @@ def attngrad(b: Evidence, sign: Literal["signed", "abs", "relu"] = "signed") -> 
     cost="1 forward",
 )
 def attnfrom(b: Evidence) -> Tensor:
-    """Mean attention that each patch receives from all tokens in one block. It ignores the class.
+    """Mean attention that each patch receives from all tokens in one block; ignores the class.
 
     R_j = mean over heads h and tokens i of A_l[h,i,j]
     """

@@ -369,7 +369,7 @@ def layercam(
     cost="1 forward",
 )
 def eigencam(b: Evidence, layer: Layer = NORM1) -> Tensor:
-    """EigenCAM: the first principal component of the activations of one block. It ignores the class.
+    """EigenCAM: the first principal component of the activations of one block; ignores the class.
 
     The sign is chosen to agree with the sum over the channels.
     """

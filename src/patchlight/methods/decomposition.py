@@ -143,7 +143,7 @@ _norms = partial(
 def attin(
     b: Evidence, vectors: Literal["attention", "residual", "norm"] = "attention", value_bias: ValueBias = True
 ) -> Tensor:
-    """Norms of the vectors that attention adds to the CLS token in the last block. It ignores the class.
+    """Norms of the vectors that attention adds to the CLS token in the last block; ignores the class.
 
         M[i,j] = || sum_h A_h[i,j] W_O^h v_j^h ||
 
@@ -165,7 +165,7 @@ def attin(
     presets={"skipplus": {"ffn": "norm2", "rounding": "floor"}},
 )
 def globenc(b: Evidence, ffn: FFN = "skip", value_bias: ValueBias = False) -> Tensor:
-    """Norms of the vectors that tokens contribute to each other, multiplied over the blocks. It ignores the class.
+    """Norms of the vectors that tokens contribute to each other, multiplied over the blocks; ignores the class.
 
         R = prod_l M_l,   M_l[i,j] = ||V[i,j]||,   V with the skip connection, without the MLP
 
@@ -188,7 +188,7 @@ def alti(
     reference: Literal["attn_out", "block_out"] = "attn_out",
     value_bias: ValueBias = False,
 ) -> Tensor:
-    """Contributions of each token to each other token, multiplied over the blocks. It ignores the class.
+    """Contributions of each token to each other token, multiplied over the blocks; ignores the class.
 
         R = prod_l C_l,   C_l[i,j] = ReLU(||y_i||_1 - ||y_i - V[i,j]||_1),   rows of C_l divided by their sum
 

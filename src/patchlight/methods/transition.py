@@ -104,7 +104,7 @@ def tam(
     first_state: bool = False,
     readout: Readout = "pooling",
 ) -> Tensor:
-    """Transition attention maps: a product of attention over the blocks, times an integrated gradient.
+    """Transition attention maps: attention chained over the blocks, times an integrated gradient.
 
         r = mean_h A_{L-1}[CLS],   r <- r + r mean_h A_l   for l = L-2 down to `start`
         W = mean_h ReLU(mean_k G_{L-1}(alpha_k * image))[CLS]

@@ -78,7 +78,7 @@ def sparseness(
 def completeness_error(
     ask: Measure, baseline: Fill | None = None, score: ScoreName = "logit", relative: bool = False
 ) -> Measured:
-    """Distance of the sum of the map from the score that it explains.
+    """Distance of the total of the map from the score that it explains.
 
         |sum of the map - (s(x) - s(baseline))|
 
