@@ -237,8 +237,8 @@ def gradcam_pp(
 
         R_i = sum_k w_k a_ik,   w_k = sum_i alpha_ik ReLU(g_ik),   alpha_ik = g^2 / (2 g^2 + (sum_j a_jk) g^3 + eps)
 
-    alpha is 0 if g is 0. It has a pole at g = -2 / sum_j a_jk, and channels close to it amplify rounding: in float32, maps
-    of an image alone and in a batch may differ by several per cent.
+    alpha is 0 if g is 0. It has a pole at g = -2 / sum_j a_jk, and channels close to it amplify rounding: in float32,
+    maps of an image alone and in a batch may differ by several per cent.
 
     Args:
         sign: "relu" weights by the positive part of the gradient, "signed" by the gradient itself.

@@ -116,7 +116,7 @@ class Measure:
 
     def explain(self, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
         """Compute maps [n,h,w] of other images or of another model, with the method and settings of these maps."""
-        return compute_maps(self.method, vit, images, targets, seed)
+        return apply_method(self.method, vit, images, targets, seed)
 
     def logits(self) -> Tensor:
         """The logits [B,C] of the clean images, in the precision in which variants are scored."""
@@ -753,7 +753,7 @@ def checked_maps(maps: Tensor, count: int, vit: Anatomy) -> Tensor:
     return maps
 
 
-def compute_maps(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
+def apply_method(method: MapFunction | None, vit: Anatomy, images: Tensor, targets: Targets, seed: int) -> Tensor:
     """Compute maps of images with a method, and check them."""
     assert method is not None
     maps = method(vit, images, targets, seed)

@@ -23,7 +23,7 @@ from patchlight.core.targets import Target, Targets, resolve_targets, top_classe
 from patchlight.data import Batch
 from patchlight.engine import explain, several
 from patchlight.methods.requests import Request, refusal
-from patchlight.metrics.base import Evaluation, Measure, Measured, MetricRequest, checked_maps, compute_maps
+from patchlight.metrics.base import Evaluation, Measure, Measured, MetricRequest, apply_method, checked_maps
 from patchlight.study.cell import Cell
 from patchlight.study.sources import (
     GIVE_MAPS,
@@ -444,7 +444,7 @@ def _maps(
             scores = checked_maps(computed[label].maps.detach(), len(batch), vit)
             maps[label] = replace(computed[label], maps=scores.to(vit.device))
         else:
-            maps[label] = BatchMaps(compute_maps(source.method, vit, batch, classes[label], seed))
+            maps[label] = BatchMaps(apply_method(source.method, vit, batch, classes[label], seed))
     return maps
 
 
