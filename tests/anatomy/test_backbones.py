@@ -265,3 +265,9 @@ def test_labels_belong_to_the_head_of_a_transformers_backbone() -> None:
         quiet(transformers_model("ViTModel"), head=probe(WIDTH), labels=["a", "b", "c"])
     with pytest.raises(pl.PatchlightError, match="no text encoder, so a tokenizer"):
         quiet(transformers_model("ViTModel"), head=probe(WIDTH), tokenizer=str)
+
+
+@pytest.mark.parametrize("kind", ["ViTModel", "CLIPVisionModel"])
+def test_labels_of_a_model_without_classes_are_refused(kind: str) -> None:
+    with pytest.raises(pl.PatchlightError, match="has no classes, so labels do not apply; give labels to the head"):
+        quiet(transformers_model(kind), labels=["a", "b"])

@@ -6,10 +6,8 @@ A bag is a grid of n x 1 cells, and its tiles are the tokens. Removing a tile ma
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -25,7 +23,6 @@ from patchlight.anatomy.watching import AttentionTap, current_tap
 from patchlight.anatomy.windows import Windows
 from patchlight.core.errors import PatchlightError, Unsupported, first_line
 from patchlight.core.images import Preprocess
-from patchlight.core.layout import Geometry
 
 PROBED = 17
 """Tiles of the bag that a head is checked with."""
@@ -186,13 +183,7 @@ class BagAnatomy(DescribedAnatomy):
         """The same head for bags of another number of tiles."""
         if tiles == self.grid[0]:
             return self
-        other = copy.copy(self)
-        other.running = self.running
-        grid = (tiles, 1)
-        other.layout, other.geometry = replace(self.layout, grid=grid), Geometry.even(grid, grid)
-        other.preprocess, other.input_shape = replace(self.preprocess, size=grid), (self.channels, *grid)
-        other.bare = None if self.bare is None else self.bare.sized(tiles)
-        return other
+        return self.resized((tiles, 1), (tiles, 1), None if self.bare is None else self.bare.sized(tiles))
 
     def batch(self, images: Any) -> Tensor:
         self.renew()

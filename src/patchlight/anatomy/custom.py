@@ -1,4 +1,4 @@
-"""User modules that contain a Vision Transformer: their forward is run and intercepted at the backbone's blocks."""
+"""User modules: their forward is crossed at the blocks of a known backbone, or at the blocks found by running it."""
 
 from __future__ import annotations
 

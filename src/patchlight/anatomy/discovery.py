@@ -1,4 +1,4 @@
-"""Finding the blocks of a model and the layout of its tokens, from one run of its forward."""
+"""Find the blocks of a model, and where its tokens are, from one run of its forward."""
 
 from __future__ import annotations
 

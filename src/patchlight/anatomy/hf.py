@@ -1,7 +1,7 @@
-"""Anatomy of transformers' image classifiers: ViT, DeiT (with and without teacher), DINOv2, CLIP, SigLIP.
+"""Anatomy of transformers' classifiers of images, videos and spectrograms, and the preprocessing of its processors.
 
-Models without a classifier are in hf_backbones.py. Written for transformers 4.46 to 5.x: the module layout differs
-between 4.x and 5.x, so parts are found by any of their names rather than by one path.
+Models without a classifier are in hf_backbones.py. Names of modules differ between transformers 4.46 and 5.x, so blocks
+are found by running the model, and their parts by any of their names.
 """
 
 from __future__ import annotations

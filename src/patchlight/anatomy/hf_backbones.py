@@ -62,13 +62,6 @@ class BackboneAnatomy(HuggingFaceAnatomy):
         "DINOv3ViTModel": PublishedFor(DINO3, True),
     }
 
-    def __init__(self, model: Any, labels: Sequence[str] | None = None, **facts: Any) -> None:
-        if labels is not None:
-            raise PatchlightError(
-                f"{type(model).__name__} has no classes, so labels do not apply; give labels to the head"
-            )
-        super().__init__(model, **facts)
-
     def logits_of(self, out: Any, rows: int) -> Tensor:
         """The normalised CLS token."""
         return cast(Tensor, out.last_hidden_state[:, 0])

@@ -1,4 +1,4 @@
-"""Intercepting a forward where it calls its blocks: calls that are recorded, skipped or stopped at."""
+"""Intercept a forward where it calls its blocks: record the calls, skip them, or stop there."""
 
 from __future__ import annotations
 

@@ -153,6 +153,8 @@ def _wrapped(model: nn.Module, overrides: dict[str, Any]) -> Anatomy:
         anatomy: Anatomy = open_bag(model, overrides)
     else:
         anatomy = _describe(model, overrides) if "blocks" in overrides else _read(model, overrides)
+    if "labels" in overrides and anatomy.classes == 0 and not anatomy.task:
+        raise PatchlightError(f"{anatomy.name} has no classes, so labels do not apply; give labels to the head")
     _check_colours(anatomy)
     check_finite(model, anatomy.name)
     anatomy.check()

@@ -13,7 +13,6 @@ from patchlight.anatomy.discovery import Convolution, Inputs
 from patchlight.anatomy.hf import SIGLIP, HuggingFaceAnatomy, assume_preprocess
 from patchlight.core.errors import PatchlightError
 from patchlight.core.images import PICTURES, image_list, open_image
-from patchlight.core.layout import Geometry
 
 _PUBLISHED = replace(SIGLIP, interpolation="bilinear")
 
@@ -75,13 +74,8 @@ class NaFlexAnatomy(HuggingFaceAnatomy):
         views = self.running.views
         if size not in views:
             grid = size[0] // self.patch, size[1] // self.patch
-            views[size] = self.copy_with(
-                layout=replace(self.layout, grid=grid),
-                geometry=Geometry.even(grid, size),
-                preprocess=replace(self.preprocess, size=size),
-                input_shape=(self.channels, *size),
-                bare=None if self.bare is None else self.bare.sized(size),
-            )
+            resized = self.resized(grid, size, None if self.bare is None else self.bare.sized(size))
+            views[size] = resized.copy_with()  # with a twin of its own, whose blocks are called otherwise
         return cast(Self, views[size])
 
     def _check_size(self, size: tuple[int, int], name: str) -> None:

@@ -146,11 +146,7 @@ def create_open_clip(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
 
 @register_family("open_clip", package="open_clip", prefix="open_clip", create=create_open_clip, tagged=True)
 def read_open_clip(
-    model: nn.Module,
-    name: str | None = None,
-    labels: Sequence[str] | None = None,
-    tokenizer: Any = None,
-    **overrides: Any,
+    model: nn.Module, name: str | None = None, tokenizer: Any = None, **overrides: Any
 ) -> Anatomy | None:
     """The anatomy of an open_clip model, or None."""
     kind, visual = type(model).__name__, cast(Any, model).visual if hasattr(model, "visual") else None
@@ -162,8 +158,6 @@ def read_open_clip(
         )
     if kind not in ("CLIP", "CustomTextCLIP"):
         return None
-    if labels is not None:
-        raise PatchlightError(f"{name} has no classes, so labels do not apply; give labels to the head")
     tokenizer = _own_tokenizer(model) if tokenizer is None else tokenizer
     overrides["name"] = name
     if "preprocess" not in overrides:

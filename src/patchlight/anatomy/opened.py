@@ -230,6 +230,17 @@ class Anatomy(Readout):
         """The same anatomy over a part of the twin of `holder`, a model that contains it."""
         return self.copy_with(running=replace(self.running, net=net), _computing=holder._computing)
 
+    def resized(self, grid: tuple[int, int], size: tuple[int, int], bare: Self | None) -> Self:
+        """The same anatomy for inputs of another size, on the same twin; `bare` is that size without the head."""
+        return self.copy_with(
+            layout=replace(self.layout, grid=grid),
+            geometry=Geometry.even(grid, size),
+            preprocess=replace(self.preprocess, size=size),
+            input_shape=(self.channels, *size),
+            bare=bare,
+            running=self.running,
+        )
+
     def copied(self, dtype: torch.dtype) -> Self:
         """The same anatomy over a copy of the model in this type, which may be changed."""
         model = copy.deepcopy(self.model).requires_grad_(False).to(dtype)

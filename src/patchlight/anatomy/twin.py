@@ -44,8 +44,7 @@ class Twin:
     """A structural copy of `model` in evaluation mode that shares the memory of its weights.
 
     With `dtype` its floating-point weights (of the module types in `only`) are a cast copy, except those of modules at
-    `spared` paths that it would widen. `renew` creates the copy
-    and updates it after changes to the model.
+    `spared` paths that it would widen. `renew` creates the copy and updates it after changes to the model.
     """
 
     def __init__(
@@ -226,11 +225,11 @@ class _Copies:
         return self._tensors[id(value)]
 
 
-_DATA = (str, bytes, int, float, complex, NoneType, np.ndarray, torch.dtype, torch.device)
+_DATA = (str, bytes, int, float, complex, NoneType, list, tuple, dict, np.ndarray, torch.dtype, torch.device)
 _LIBRARY = (type, ModuleType, BuiltinFunctionType, MethodDescriptorType)
 
 
-def on_copies(value: Any, moved: Callable[[Any], Any], functions: dict[int, FunctionType] | None = None) -> Any:
+def on_copies(value: Any, moved: Callable[[Any], Any], done: dict[int, FunctionType] | None = None) -> Any:
     """A user's function that runs the copies of a model's modules wherever it refers to the modules.
 
     Its closure, its defaults, the globals of its file and the functions there are searched.
@@ -238,44 +237,29 @@ def on_copies(value: Any, moved: Callable[[Any], Any], functions: dict[int, Func
     Args:
         value: The function, or a value that it refers to.
         moved: From a value to the same value with modules replaced by their copies.
-        functions: The functions that are replaced already, by the ids of the originals.
+        done: The functions that are replaced already, by the ids of the originals.
 
     Raises:
         LookupError: It refers to an object that may contain the modules.
     """
-    functions = {} if functions is None else functions
-
-    def move(value: Any) -> Any:
-        return on_copies(value, moved, functions)
-
-    if isinstance(value, partial):
-        return partial(move(value.func), *map(move, value.args), **move(value.keywords))
-    copied = moved(value)
-    if copied is not value or isinstance(value, _DATA + _LIBRARY):
-        return copied
-    if type(value) in (list, tuple, dict):
-        inside = value.values() if type(value) is dict else value
-        changed = list(map(move, inside))
-        if all(map(operator.is_, changed, inside)):
-            return value
-        return dict(zip(value, changed, strict=True)) if type(value) is dict else type(value)(changed)
+    done, copied = {} if done is None else done, moved(value)
+    if isinstance(copied, partial):
+        return partial(on_copies(copied.func, moved, done), *copied.args, **copied.keywords)
+    if copied is not value or isinstance(value, _DATA + _LIBRARY) or id(value) in done:
+        return done.get(id(value), copied)
     if isinstance(value, nn.Module) and all(moved(module) is module for module in value.modules()):
         return value  # not a part of the model
     if not isinstance(value, FunctionType):
         raise LookupError(type(value.__self__ if isinstance(value, MethodType) else value).__name__)
-    if id(value) in functions:
-        return functions[id(value)]
-    cells, given = value.__closure__ or (), value.__globals__
-    used = {name: given[name] for name in _names(value.__code__) if name in given}
-    mine = tuple(CellType() for _ in cells)
-    function = FunctionType(value.__code__, names := dict(given), value.__name__, move(value.__defaults__), mine)
-    functions[id(value)] = function
-    function.__kwdefaults__ = move(value.__kwdefaults__)
-    for cell, theirs in zip(mine, cells, strict=True):
-        cell.cell_contents = move(theirs.cell_contents)
-    for name, other in used.items():
-        if not isinstance(other, FunctionType) or other.__globals__ is given:  # functions of libraries stay
-            names[name] = move(other)
+    cells, names = tuple(CellType() for _ in value.__closure__ or ()), dict(value.__globals__)
+    function = FunctionType(value.__code__, names, value.__name__, moved(value.__defaults__), cells)
+    function.__kwdefaults__ = moved(value.__kwdefaults__)
+    done[id(value)] = function
+    for cell, theirs in zip(cells, value.__closure__ or (), strict=True):
+        cell.cell_contents = on_copies(theirs.cell_contents, moved, done)
+    for name in _names(value.__code__) & names.keys():
+        if getattr(names[name], "__globals__", value.__globals__) is value.__globals__:  # functions of libraries stay
+            names[name] = on_copies(names[name], moved, done)
     return function
 
 

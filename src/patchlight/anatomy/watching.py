@@ -1,4 +1,4 @@
-"""Observing a running model: its attention, and places in its twin that report to the tap of this thread.
+"""Observe a running model: its attention, and places in its twin that report to the tap of this thread.
 
 A tap is a context manager: inside it every torch function the model calls passes through here, and nothing is patched
 permanently. `AttentionTap` finds the attention of a block; `patchlight.evidence.taps` records more, under backward
