@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,7 @@ def test_boxes_explains_all_detections() -> None:
 @pytest.mark.parametrize(
     ("question", "words"),
     [
+        (lambda: pl.heads.Boxes(threshold=math.nan), "detects nothing with a score of at least nan"),
         (lambda: pl.heads.Boxes(threshold=0.999), "detects nothing with a score of at least 0.999"),
         (lambda: pl.heads.Box(box=(200, 10, 250, 40)), "lies outside the image, which is 96 pixels wide and 64 high"),
         (lambda: pl.heads.Box(box=(30, 10, 20, 40)), "is empty"),

@@ -100,7 +100,7 @@ def test_every_image_is_in_one_shard_and_no_batch_is_cut(total: int, count: int,
     assert all(begin % batch_size == 0 or begin == total for begin, _ in spans)
 
 
-@pytest.mark.parametrize("given", ["17/16", "0/16", "3", "a/b", "1/0", "-1/2", "3/16/2"])
+@pytest.mark.parametrize("given", ["17/16", "0/16", "3", "a/b", "1/0", "-1/2", "3/16/2", f"{5000 * '9'}/3"])
 def test_shards_that_are_none_are_refused(given: str) -> None:
     words = "; with 16 shards, give 1/16 to 16/16" if given.endswith("/16") else ""
     with pytest.raises(PatchlightError, match=f"--shard '{given}' is not valid{words}"):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 import patchlight as pl
 from patchlight import cli
 from patchlight.cli import names
+from patchlight.cli.common import read_settings
 from patchlight.methods.base import METHODS, Ablates
 from patchlight.methods.requests import resolve
 from tests import families
@@ -330,6 +331,22 @@ def test_bugs_are_reported_and_debug_shows_them(folder: Path, monkeypatch: pytes
     assert result.stderr.strip() == "error: unexpected RuntimeError: two lines (--debug shows the traceback)"
     assert isinstance(CliRunner().invoke(cli.app, ["explain", "photos/a.jpg", "--debug"]).exception, RuntimeError)
     assert isinstance(CliRunner().invoke(cli.app, ["explain", "no.jpg", "--debug"]).exception, pl.PatchlightError)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", ["metrics gini", "metrics gini --json"])
+def test_a_full_disk_behind_stdout_is_reported_once(words: str) -> None:
+    names.table()  # cached now
+    with open("/dev/full", "w") as full:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+        command = [sys.executable, "-m", "patchlight", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_setting_that_is_deeply_nested_is_text() -> None:
+    deep = 100_000 * "["
+    assert read_settings(["a"], [f"key={deep}"]) == {"a": {"key": deep}}
 
 
 def test_methods(tiny: pl.Anatomy) -> None:

@@ -60,6 +60,7 @@ def test_regions(tmp_path: Path) -> None:
         ((*DETECTOR, "--missed"), "--missed needs --label and --box or --region", 2),
         ((*SEGMENTER, "--region", "9,9,9,20"), "is empty; give (left, top, right, bottom)", 3),
         ((*SEGMENTER, "--region", "35,29,64,58", "--label", "star"), "has no class 'star' in this region", 3),
+        ((*DETECTOR, "--detections", "999999999"), "--detections 999999999 is not possible; give 1 to 1000", 2),
         ((*SEGMENTER, "--detections", "2"), "and pocket-segmenter is a model for segmentation", 2),
     ],
 )

@@ -44,6 +44,8 @@ def test_effects_are_tied_within_rounding_of_the_largest_or_of_one(size: float) 
     assert pair([3.0, 1.0], [size - 60 * eps, size]) == (1, 1)
     assert pair([3.0, 1.0], [size - 60 * eps, size], ties="neutral") == (0, 1)
     assert pair([3.0, 1.0], [size - 70 * eps, size]) == (-1, 0)
+    if size == 1:
+        assert pair([3.0, 1.0], [size - 64 * eps, size]) == (1, 1), "the limit itself is a tie"
 
 
 @pytest.mark.parametrize(("unit", "fill", "groups"), [("pixel", "image-mean", 10), ("patch", "black", 7)])

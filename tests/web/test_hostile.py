@@ -7,6 +7,8 @@ import contextlib
 import hmac
 import io
 import json
+import multiprocessing
+import resource
 import socket
 import threading
 import time
@@ -15,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import ExifTags, Image, PngImagePlugin
 from starlette.responses import PlainTextResponse
 
 import patchlight as pl
 from patchlight.web.app import BODIES
 from patchlight.web.guard import Guard
+from patchlight.web.images import ImageStore
 from patchlight.web.serve import Server as Here
+from patchlight.web.serve import _listen as listen
 from patchlight.web.serve import guarded as guarded_app
 from patchlight.web.service import ModelService
 from tests.web import hostile
@@ -147,6 +152,28 @@ def test_many_large_pictures_at_once_take_turns(server: Server) -> None:
     assert set(statuses) <= {201, 429, 503}, statuses
     assert 201 in statuses
     assert peak[0] < 1000, f"{peak[0]:.0f} MB"
+
+
+@pytest.mark.parametrize(("mode", "turned"), [("RGB", 1), ("RGB", 6), ("RGBA", 1)])
+def test_the_largest_picture_is_in_memory_twice_at_most(mode: str, turned: int) -> None:
+    """Of 40 million pixels, 160 MB each time; the child's largest memory is what it had, and that of decoding."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = turned
+    data = hostile.encoded(Image.new(mode, (8000, 5000)), "PNG" if mode == "RGBA" else "JPEG", exif=exif)
+    store = ImageStore(pl.load("pocket"))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def decode() -> None:
+        before = psutil.Process().memory_info().rss / 2**20
+        image = store.add(data)
+        sender.send((image.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before))
+
+    child = multiprocessing.get_context("fork").Process(target=decode)
+    child.start()
+    size, grown = receiver.recv()
+    child.join()
+    assert size == ((5000, 8000) if turned == 6 else (8000, 5000))
+    assert grown < 380, f"{grown:.0f} MB"
 
 
 @pytest.mark.parametrize("name", hostile.strangers())
@@ -648,6 +675,12 @@ def test_without_the_token_nothing_is_revealed(closed: str, capfd: pytest.Captur
         assert client.post("/api/predict", json={"image": "cat"}, headers=right).status_code == 200
     printed = capfd.readouterr()
     assert "horse" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize("host", ["no such host", 300 * "\u00e9", "\udcff"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(pl.PatchlightError, match="Cannot listen on"):
+        listen(host, 0)
 
 
 def test_tokens_are_compared_in_constant_time(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:

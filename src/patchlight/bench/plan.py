@@ -144,7 +144,7 @@ class Shard:
         Shard(number=3, count=16)
         """
         number, slash, count = text.partition("/")
-        if not (slash and number.strip().isdecimal() and count.strip().isdecimal() and int(count)):
+        if len(text) > 40 or not (slash and number.strip().isdecimal() and count.strip().isdecimal() and int(count)):
             raise PatchlightError(f"--shard '{text}' is not valid; give I/N, for example 3/16")
         shard = Shard(int(number), int(count))
         if not 1 <= shard.number <= shard.count:

@@ -98,6 +98,7 @@ def answering(as_json: bool, debug: bool, options: Collection[str] = ()) -> Iter
     """
     try:
         yield
+        sys.stdout.flush()
     except (PatchlightError, MemoryError, OSError) as error:
         if debug or isinstance(error, BrokenPipeError):
             raise
@@ -112,8 +113,12 @@ def answering(as_json: bool, debug: bool, options: Collection[str] = ()) -> Iter
 
 
 def _fail(sentence: str, code: int, as_json: bool) -> None:
-    if as_json:
-        print_json({"error": sentence})
+    try:
+        if as_json:
+            print_json({"error": sentence})
+        sys.stdout.flush()
+    except OSError:  # stdout is full; without this, Python reports that again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     say(f"error: {sentence}")
     raise typer.Exit(code)
 
@@ -193,7 +198,7 @@ def read_settings(
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

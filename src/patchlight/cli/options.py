@@ -232,12 +232,12 @@ class QuestionOptions:
     words: str | None = None
 
     def __post_init__(self) -> None:
-        given = [flag_of(name) for name in _SUBJECT_OPTIONS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise PatchlightError(f"{' and '.join(given)} cannot be combined: give one of them")
-        if self.detections is not None and self.detections < 1:
-            raise PatchlightError(f"--detections {self.detections} explains nothing; give at least 1")
-        place = bool(given) and given[0] not in ("--detections", "--prompt")
+        subjects = [flag_of(name) for name in _SUBJECT_OPTIONS if getattr(self, name) is not None]
+        if len(subjects) > 1:
+            raise PatchlightError(f"{' and '.join(subjects)} cannot be combined: give one of them")
+        if self.detections is not None and not 1 <= self.detections <= MOST_DETECTIONS:
+            raise PatchlightError(f"--detections {self.detections} is not possible; give 1 to {MOST_DETECTIONS}")
+        place = bool(subjects) and subjects[0] not in ("--detections", "--prompt")
         if self.missed and (self.label is None or not place):
             raise PatchlightError("--missed needs --label and --box or --region, the object that was missed")
         if self.label is not None and not place:
@@ -288,8 +288,8 @@ class QuestionOptions:
 _SUBJECT_OPTIONS = ("detections", "box", "region", "region_mask", "point", "prompt")
 """Options of which one says what a question is about."""
 _COUNTS = {2: "two numbers; write X,Y", 4: "four numbers; write LEFT,TOP,RIGHT,BOTTOM"}
-SURE = 0.5
-"""The lowest score of a detection that --detections explains."""
+SURE, MOST_DETECTIONS = 0.5, 1000
+"""The lowest score of a detection that --detections explains, and its largest value."""
 
 
 @dataclass(frozen=True)
@@ -364,8 +364,8 @@ def flag_of(name: str) -> str:
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     hints = get_type_hints(function, include_extras=True)
-    every = inspect.signature(function).parameters
-    return {name: one.replace(annotation=hints[name], kind=_KEYWORD) for name, one in every.items()}
+    parameters = inspect.signature(function).parameters
+    return {name: one.replace(annotation=hints[name], kind=_KEYWORD) for name, one in parameters.items()}
 
 
 def option_words(options: Any) -> Iterator[str]:

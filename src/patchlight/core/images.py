@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from patchlight.core.errors import PatchlightError
 
@@ -278,15 +278,25 @@ def _copy(image: Image.Image, what: str) -> Image.Image:
 
 def _as_rgb(image: Image.Image, what: str) -> Image.Image:
     _check_size(image, what)
+    original = image
     image.load()
     with contextlib.suppress(Exception):  # without readable EXIF, the image is not rotated
-        image = ImageOps.exif_transpose(image)
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # otherwise it is copied for nothing
+            image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _as_grey(image, what)
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+        return _over_white(image)
+    return image.convert("RGB") if image is original or image.mode != "RGB" else image
+
+
+def _over_white(image: Image.Image, rows: int = 256) -> Image.Image:
+    """A transparent image over white, some rows at a time: a copy of the largest pictures takes 400 MB."""
+    opaque = Image.new("RGB", image.size)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        opaque.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB"), (0, top))
+    return opaque
 
 
 def _as_grey(image: Image.Image, what: str) -> Image.Image:

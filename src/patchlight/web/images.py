@@ -82,7 +82,10 @@ class ImageStore:
         return self._prepare(name, decode(data))
 
     def keep(self, name: str, picture: Image.Image) -> StoredImage:
-        """Keep a picture under a name until the server ends, for `pl.show`, whose page cannot upload it again."""
+        """Keep a picture under a name until the server ends, for `pl.show`, whose page cannot upload it again.
+
+        The picture is scaled down in place: a copy of the largest ones takes 160 MB.
+        """
         self._lasting[name] = self._prepare(name, picture)
         return self._lasting[name]
 
@@ -102,9 +105,9 @@ class ImageStore:
         scale = max(1, round(SHARP / max(vit.preprocess.size)))
         height, width = vit.preprocess.size
         sharp = replace(vit.preprocess, size=(scale * height, scale * width))
-        whole = picture.copy()
-        whole.thumbnail((LONGEST, LONGEST))
-        return StoredImage(name, tensor, picture.size, _pack(whole), _pack(sharp.crop(picture)))
+        size, seen = picture.size, _pack(sharp.crop(picture))
+        picture.thumbnail((LONGEST, LONGEST))
+        return StoredImage(name, tensor, size, _pack(picture), seen)
 
     def picture(self, name: str, side: int, fill: Painted | None = None, whole: bool = False) -> bytes:
         """A PNG of the image as the model sees it, of the uncropped image, or of a fill."""
@@ -142,9 +145,8 @@ def decode(data: bytes) -> Image.Image:
         raise PatchlightError(f"This file is not a readable image. Supported: {', '.join(FORMATS)}.") from error
     except Exception as error:  # decoders raise every kind of exception on damaged bytes
         raise PatchlightError("The image is damaged or incomplete.") from error
-    bare = Image.new("RGB", upright.size)
-    bare.paste(upright)
-    return bare
+    upright.info.clear()
+    return upright
 
 
 def _pack(picture: Image.Image) -> bytes:

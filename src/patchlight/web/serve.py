@@ -186,7 +186,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: the host name cannot be encoded
         listener.close()
-        raise PatchlightError(f"Cannot listen on {host}:{port}: {error.strerror}; --port 0 finds one.") from error
+        reason = getattr(error, "strerror", error)
+        raise PatchlightError(f"Cannot listen on {host}:{port}: {reason}; --port 0 takes a free port.") from error
     return listener

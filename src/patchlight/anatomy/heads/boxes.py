@@ -282,7 +282,7 @@ class Boxes(DetectionQuestion):
 def detections_above(vit: Any, output: Any, size: tuple[int, int] | None, threshold: float) -> list[Any]:
     """The detections whose score is at least the threshold, highest first; an error if there is none."""
     detections = vit.detections_of(output, size)
-    if detections[0].score < threshold:
+    if not detections[0].score >= threshold:
         raise PatchlightError(
             f"{vit.name} detects nothing with a score of at least {threshold:g} (the highest is {detections[0]}); "
             "lower the threshold"
