@@ -126,13 +126,14 @@ def explain(
     from patchlight.report.files import ExplainTask, destination, plan_files, plan_inputs, write_explanations
 
     if explainer is not None:
-        _add_explainer(by_name, explainer)
+        if not explainer.is_dir():
+            raise PatchlightError(f"no folder at '{explainer}' (--explainer)")
+        words = f"--explainer is for the methods diffmask and vit-shapley, not for {', '.join(by_name)}"
+        _add_setting(by_name, "explainer", str(explainer), words)
     if unit is not None:
-        takers = [name for name in by_name if "unit" in resolve(name).settings]
-        if not takers:
-            raise PatchlightError(f"--unit is for methods that hide parts, such as occlusion, not for {method}")
-        for name in takers:
-            by_name[name]["unit"] = unit
+        _add_setting(
+            by_name, "unit", unit, f"--unit is for methods that hide parts, such as occlusion, not for {method}"
+        )
     requests = [resolve(name, own, score) for name, own in by_name.items()]  # type: ignore[arg-type]
     figure, folder = (None, None) if report is not None and out is None else destination(paths, out)
     task = ExplainTask(
@@ -165,17 +166,15 @@ def explain(
         raise typer.Exit(common.SOME_FAILED)
 
 
-def _add_explainer(settings: dict[str, dict[str, Any]], explainer: Path) -> None:
-    """Give a trained explainer to the methods that take one."""
+def _add_setting(settings: dict[str, dict[str, Any]], key: str, value: str, refusal: str) -> None:
+    """Set a value for the methods that have this setting; refused if none has it."""
     from patchlight.methods.requests import resolve
 
-    if not explainer.is_dir():
-        raise PatchlightError(f"no folder at '{explainer}' (--explainer)")
-    takers = [name for name in settings if "explainer" in resolve(name).settings]
+    takers = [name for name in settings if key in resolve(name).settings]
     if not takers:
-        raise PatchlightError(f"--explainer is for the methods diffmask and vit-shapley, not for {', '.join(settings)}")
+        raise PatchlightError(refusal)
     for name in takers:
-        settings[name]["explainer"] = str(explainer)
+        settings[name][key] = value
 
 
 def expand_groups(names: Sequence[str]) -> list[str]:

@@ -61,15 +61,15 @@ def figure(
     common.check_new((path, numbers), force)
     with common.progress("loading the model"):
         vit = model.load()
-        loaded = None if second is None else second.load()
+        other_model = None if second is None else second.load()
         from patchlight.core.targets import read_class
         from patchlight.data.spec import DataSpec
         from patchlight.zoo import pocket
 
-        every = open_images(images or [pocket.PHOTOS], data, vit.labels, listed)
-        shown = every.select(DataSpec(kind=data or "folder", images=limit).select_indices(every.names))
+        dataset = open_images(images or [pocket.PHOTOS], data, vit.labels, listed)
+        shown = dataset.select(DataSpec(kind=data or "folder", images=limit).select_indices(dataset.names))
         index = None if target is None else read_class(target, vit.outcomes, vit.labels)
-    options: dict[str, Any] = {"target": index, "other": loaded, "explainer": explainer, "numbers": numbers}
+    options: dict[str, Any] = {"target": index, "other": other_model, "explainer": explainer, "numbers": numbers}
     drawn = draw(row["name"], vit, shown, path, seed=seed, **options, **own_settings)
     width, height = (round(float(side), 2) for side in drawn.get_size_inches())
     if as_json:

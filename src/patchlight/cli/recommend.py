@@ -80,10 +80,10 @@ def recommend(
 
 def _with_settings(names: dict[str, list[str]], settings: list[str]) -> dict[str, Any]:
     """Methods and metrics with their settings; None if none are named."""
-    every = [*names["method"], *names["metric"]]
-    if not every:
+    all_names = [*names["method"], *names["metric"]]
+    if not all_names:
         if settings:
             raise PatchlightError(f"'--set {settings[0]}' needs a method or metric; name it with --method or --metric")
         return dict.fromkeys(names)
-    by_name = common.read_settings(every, settings, "method", "method or metric")
-    return {noun: {name: by_name[name] for name in some} or None for noun, some in names.items()}
+    by_name = common.read_settings(all_names, settings, "method", "method or metric")
+    return {noun: {name: by_name[name] for name in chosen} or None for noun, chosen in names.items()}

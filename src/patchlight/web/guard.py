@@ -175,12 +175,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     """Give the application the body that was read, then what else arrives: a disconnect."""
     waiting = [body]
 
-    async def again() -> Message:
+    async def receive_body_first() -> Message:
         if waiting:
             return {"type": "http.request", "body": waiting.pop(), "more_body": False}
         return await receive()
 
-    return again
+    return receive_body_first
 
 
 def _is_address(name: str) -> bool:

@@ -208,8 +208,8 @@ class ModelService:
     def resolve_question(self, question: schemas.AskedQuestion, image: StoredImage | None = None) -> ResolvedQuestion:
         """Find the image, the classes and the logits of a question, or say what is wrong with it."""
         image = image or self.images.find(question.image)
-        vit, asked = self._question_model(question, image)
-        logits = self._image_logits(vit, image, asked)
+        vit, key = self._question_model(question, image)
+        logits = self._image_logits(vit, image, key)
         if not bool(logits.isfinite().all()):
             raise PatchlightError(f"{vit.name} gives NaN or infinity for this image, so it cannot be explained.")
         index = default_index(vit, logits)
@@ -223,7 +223,7 @@ class ModelService:
             if against == index:
                 raise PatchlightError(f"'{vit.label(index)}' cannot be contrasted with itself; choose another class.")
             targets = Targets(targets.index, torch.tensor([[against]]))
-        return ResolvedQuestion(vit, image, targets, logits, (image.id, asked, index, question.against))
+        return ResolvedQuestion(vit, image, targets, logits, (image.id, key, index, question.against))
 
     def _question_model(self, question: schemas.AskedQuestion, image: StoredImage) -> tuple[Anatomy, Hashable]:
         """Return the model with the question of a request, and the key of the question in the caches."""
@@ -255,8 +255,8 @@ class ModelService:
             raise Unsupported(f"{self.vit.name} has no text encoder, so its classes are fixed; leave out texts.")
         return (self.vit.bare or self.vit).ask(Texts(list(texts), template=template))
 
-    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, asked: (image.id, asked), lock=lambda s: s.lock)
-    def _image_logits(self, vit: Anatomy, image: StoredImage, asked: Hashable) -> Tensor:
+    @cachedmethod(lambda s: s._logits, key=lambda _, vit, image, key: (image.id, key), lock=lambda s: s.lock)
+    def _image_logits(self, vit: Anatomy, image: StoredImage, key: Hashable) -> Tensor:
         return vit.logits(image.tensor).float().cpu()
 
     @cachedmethod(lambda self: self._trials, key=lambda self, *args: _test_key(*args), lock=lambda self: self.lock)
