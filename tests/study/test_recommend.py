@@ -312,6 +312,14 @@ def test_a_small_budget_has_no_best_and_says_what_a_comparison_takes(
     assert verdict.comparison_seconds > 6
 
 
+def test_costs_are_seconds_per_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of the latest ones; a race of four images at once predicts as one of single images."""
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: 10.0))
+    worker = RaceWorker(SimpleNamespace(vit=None), None, SimpleNamespace(about={"seed": 0}), None, 1.0)  # type: ignore[arg-type]
+    assert [worker._spent("ixg", "srg", start, 4) for start in (2.0, 6.0, 9.0)] == [2.0, 1.0, 0.25]
+    assert worker.cost("ixg", "srg") == 1.0
+
+
 def test_cheap_methods_race_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that three are compared on the same images, although the first ones named are expensive."""
     ticking(monkeypatch)
