@@ -298,8 +298,8 @@ def test_framing(preprocess: Preprocess, image: tuple[int, int], expected: tuple
 
 def test_padding_has_its_colour_and_its_side() -> None:
     red = Image.new("RGB", (8, 4), "red")
-    for fit, colour in (("pad", (0, 0, 0)), ("pad-mean", (255, 51, 0))):
-        cut = Preprocess((8, 8), mean=(1.0, 0.2, 0.0), interpolation="nearest", fit=fit).crop(red)  # type: ignore[arg-type]
+    for fit, colour in (("pad", (0, 0, 0)), ("pad-mean", (191, 51, 0))):
+        cut = Preprocess((8, 8), mean=(0.75, 0.2, 0.0), interpolation="nearest", fit=fit).crop(red)  # type: ignore[arg-type]
         assert [cut.getpixel((3, y)) for y in (0, 3, 4, 7)] == [(255, 0, 0)] * 2 + [colour] * 2
     grey = Preprocess((8, 8), mean=(0.2,), std=(1.0,), interpolation="nearest", fit="pad-mean")
     assert grey.crop(Image.new("L", (4, 8), 255)).getpixel((7, 3)) == 51
