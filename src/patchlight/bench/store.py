@@ -175,14 +175,12 @@ class Store:
         """The files of every unit by key, in these folders or in all shards."""
         by_key: dict[str, Files] = {}
         for root in self.shards() if folders is None else folders:
-            for which, folder, suffix in (("rows", "units", ".parquet"), ("maps", "maps", ".safetensors")):
-                with contextlib.suppress(FileNotFoundError), os.scandir(root / folder) as entries:
-                    for entry in sorted(entries, key=lambda entry: entry.name):
-                        if entry.name.endswith(suffix) and not entry.name.startswith("."):
-                            key = entry.name.rpartition("-")[0]
-                            files = by_key.setdefault(key, Files())
-                            if getattr(files, which) is None:
-                                by_key[key] = files._replace(**{which: Path(entry.path)})
+            for which, pattern in (("rows", "units/[!.]*.parquet"), ("maps", "maps/[!.]*.safetensors")):
+                for path in sorted(root.glob(pattern)):
+                    key = path.name.rpartition("-")[0]
+                    files = by_key.setdefault(key, Files())
+                    if getattr(files, which) is None:
+                        by_key[key] = files._replace(**{which: path})
         return by_key
 
     def units(self, plan: Plan) -> list[Unit]:

@@ -46,6 +46,7 @@ LETTERS = 40
 """Longer labels are cut in sentences."""
 EffectSize = Literal["small", "medium", "large"]
 Quantity = Literal["probability", "similarity", "output"]
+PLURALS: dict[Quantity, str] = {"probability": "probabilities", "similarity": "similarities", "output": "outputs"}
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,7 @@ class Hiding:
     def _score(self) -> str:
         label = f"'{self.label}'"
         if self.against:
-            several = {"probability": "probabilities", "similarity": "similarities", "output": "outputs"}[self.quantity]
-            return f"{label} minus '{self.against}' (difference of {several})"
+            return f"{label} minus '{self.against}' (difference of {PLURALS[self.quantity]})"
         return f"the similarity ((1 + cosine) / 2) to {label}" if self.quantity == "similarity" else label
 
     def _number(self, value: float) -> str:
@@ -257,12 +257,8 @@ class Trial:
     @property
     def quantity_words(self) -> str:
         """What the curves show, for axes, tables and sentences; for a contrast, a difference."""
-        one, several = {
-            "probability": ("probability", "probabilities"),
-            "similarity": ("similarity ((1 + cosine) / 2)", "similarities ((1 + cosine) / 2)"),
-            "output": ("output", "outputs"),
-        }[self.quantity]
-        return one if self.targets.against is None else f"difference of {several}"
+        words = self.quantity if self.targets.against is None else f"difference of {PLURALS[self.quantity]}"
+        return f"{words} ((1 + cosine) / 2)" if self.quantity == "similarity" else words
 
     def curves(self, maps: Tensor) -> Curves:
         """Insertion and deletion curves in the orders of maps [B,h,w]."""
