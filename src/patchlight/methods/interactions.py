@@ -217,19 +217,12 @@ def interactions(
     """
     vit = wrap(vit)
     samples = integer("samples", samples, 1)
-    batch = vit.batch(image)
-    if len(batch) != 1:
-        raise PatchlightError(f"interactions takes one image, but {len(batch)} were given; call it once per image")
-    targets = resolve_targets(target, 1, vit.outcomes, vit.labels) or top_classes(vit.logits(batch), vit.outputs)
-    if targets.several:
-        raise PatchlightError("interactions takes one class; call it once per class")
+    ask, shown = ask_about_one("interactions", vit, image, target, score, seed, ablation)
     members = region_members(vit.grid, _side(vit.grid) if side is None else integer("side", side, 1))
     removes = unit == "token" or (unit == "auto" and no_coalitions(vit) is None)
     if removes and no_coalitions(vit) is not None:
         raise Unsupported(f"interactions cannot remove tokens: {no_coalitions(vit)}; use unit='patch'")
-    ablation = resolve_settings("interactions", ABLATION, {}, ablation)
-    ask = Ask(vit, batch, targets, score, integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
-    filling = None if removes else fill_images(fill, batch, vit, seed)
+    filling = None if removes else fill_images(fill, ask.images, vit, seed)
 
     def game(z: Tensor) -> Tensor:
         cells = z.float() @ members.float() > 0  # [V,N]
@@ -241,8 +234,21 @@ def interactions(
 
     with vit.settled():
         values, error, r2 = interaction_values(game, len(members), index, samples, ask.generator())
-    shown = picture(batch[0], vit) if vit.layout.inputs == "images" and vit.channels == 3 else None
-    return Interactions(values, error, r2, members, vit.grid, index, vit.label(int(targets.index[0, 0])), shown)
+    return Interactions(values, error, r2, members, vit.grid, index, vit.label(int(ask.targets.index[0, 0])), shown)
+
+
+def ask_about_one(
+    name: str, vit: Anatomy, image: Any, target: Target, score: Score, seed: int, ablation: dict[str, Any]
+) -> tuple[Ask, np.ndarray | None]:
+    """The question of a function that takes one image and one class, and the image [H,W,3] if it is a picture."""
+    batch = vit.batch(image)
+    targets = resolve_targets(target, len(batch), vit.outcomes, vit.labels)
+    targets = targets or top_classes(vit.logits(batch), vit.outputs)
+    if len(batch) != 1 or targets.several:
+        raise PatchlightError(f"{name} takes one image and one class; call it once for each")
+    settings = resolve_settings(name, ABLATION, {}, ablation)
+    ask = Ask(vit, batch, targets, score, integer("seed", seed, 0), PLAIN, ablation_settings=settings)
+    return ask, picture(batch[0], vit) if vit.layout.inputs == "images" and vit.channels == 3 else None
 
 
 def _side(grid: tuple[int, ...]) -> int:

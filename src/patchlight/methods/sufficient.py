@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from patchlight.anatomy.load import wrap
 from patchlight.anatomy.opened import Anatomy, undisturbed
 from patchlight.core.errors import PatchlightError, integer
-from patchlight.core.registry import check_arguments, resolve_settings
-from patchlight.core.targets import Target, resolve_targets, top_classes
-from patchlight.evidence.ablation import ABLATION
+from patchlight.core.registry import check_arguments
+from patchlight.core.targets import Target
 from patchlight.evidence.fills import Fill
-from patchlight.evidence.rules import PLAIN
-from patchlight.methods.base import Ask
-from patchlight.methods.lime import picture
+from patchlight.methods.interactions import ask_about_one
 from patchlight.methods.orders import SetFunction, guided_order
 from patchlight.methods.posterior import prior_estimate
 from patchlight.methods.search import prior_settings, region_members, set_function
@@ -131,20 +128,13 @@ def sufficient_sets(
     vit = wrap(vit)
     if not 0 < share <= 1:
         raise PatchlightError(f"share is {share}; give a share of the probability above 0, at most 1")
-    batch = vit.batch(image)
-    targets = resolve_targets(target, len(batch), vit.outcomes, vit.labels) or top_classes(
-        vit.logits(batch), vit.outputs
-    )
-    if len(batch) != 1 or targets.several:
-        raise PatchlightError("sufficient_sets takes one image and one class; call it once for each")
-    ablation = resolve_settings("sufficient_sets", ABLATION, {}, ablation)
-    ask = Ask(vit, batch, targets, "probability", integer("seed", seed, 0), PLAIN, ablation_settings=ablation)
+    ask, colours = ask_about_one("sufficient_sets", vit, image, target, "probability", seed, ablation)
     with vit.settled():
         prior_maps = prior_estimate(ask, prior, **prior_settings(prior, samples)).maps[0]
         removes = unit == "token" or (unit == "auto" and vit.can_drop is None)
         members = region_members(vit.grid, 1)
         shown, hidden = (set_function(ask, members, name, removes, fill) for name in ("insertion", "deletion"))
-        everything = torch.arange(vit.cells, device=batch.device)[None, None]
+        everything = torch.arange(vit.cells, device=ask.images.device)[None, None]
         full = float(shown(everything))
         width, count = integer("candidates", candidates, 1), integer("most", most, 1)
         sets = disjoint_sets(shown, prior_maps, share * full, width, count)
@@ -155,8 +145,7 @@ def sufficient_sets(
         without = [1 - float(hidden(patches[None, None])) for patches in sets]
         union = torch.cat(sets)[None, None] if sets else None
         rest = full if union is None else 1 - float(hidden(union)) if union.shape[2] < vit.cells else 0.0
-    colours = picture(batch[0], vit) if vit.layout.inputs == "images" and vit.channels == 3 else None
-    label = vit.label(int(targets.index[0, 0]))
+    label = vit.label(int(ask.targets.index[0, 0]))
     return SufficientSets(masks.view(-1, *vit.grid), tuple(alone), tuple(without), full, rest, label, colours)
 
 
