@@ -591,10 +591,6 @@ class CrossedAnatomy(Anatomy):
             reason = "removing tokens gives another result than masking them in attention"
         else:
             return reason
-        if self.several_states:  # run again, without the other run between its blocks
-            short = self.gather(tokens, keep)
-            for index in range(self.depth):
-                short = self.block(index, short, keep)
         states, end = self.states(short), short.shape[1] - self.suffix
         turned = {
             i: torch.cat([x[:, : self.prefix], x[:, self.prefix : end].flip(1), x[:, end:]], 1)
@@ -607,14 +603,18 @@ class CrossedAnatomy(Anatomy):
         return None if same else "its head depends on the positions of tokens in the grid"
 
     def drop_and_hide(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept tokens behind the last block, once with the others dropped and once with their keys hidden."""
+        """The kept tokens behind the last block, once with the others dropped and once with their keys hidden.
+
+        The readout may follow on those whose others were dropped: these run last.
+        """
         seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
         seen[0, self.places(keep)[0]] = True
         short, hidden = self.gather(tokens, keep), tokens
         for index in range(self.depth):
-            short = self.block(index, short, keep)
             with Unseen(seen):
-                hidden = self.block(index, hidden)
+                hidden = self.block(index, self.merge(index, hidden))
+        for index in range(self.depth):
+            short = self.block(index, self.merge(index, short), keep)
         return short, self.gather(hidden, keep)
 
     def _find_pooling(self, last: Tensor) -> str | None:

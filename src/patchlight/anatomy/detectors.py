@@ -152,10 +152,8 @@ class Detector(TaskAnatomy):
     def to_photograph(self, boxes: Tensor, size: tuple[int, int] | None) -> Tensor:
         """Boxes [n,4] from parts of the model's input (0 to 1) to pixels of the photograph, clipped to it."""
         height, width = self.preprocess.size
-        pixels = boxes * boxes.new_tensor([width, height, width, height])
-        if size is not None:
-            return self.preprocess.boxes_on_photograph(pixels, size)
-        return torch.minimum(pixels.clamp(min=0), boxes.new_tensor([width, height, width, height]))
+        preprocess, size = self.framed(size)
+        return preprocess.boxes_on_photograph(boxes * boxes.new_tensor([width, height, width, height]), size)
 
     def default_question(self) -> Any:
         return Box()
@@ -188,20 +186,12 @@ class DetectorAnatomy(HuggingFaceAnatomy, Detector):
         """Why tokens cannot be dropped: dropping must equal hiding their keys from all attention."""
         if self.selects:
             return f"the queries of {self.name} are chosen anew for every image"
-        keep = torch.arange(0, self.cells, 2, device=tokens.device)[None]
-        seen = torch.zeros(1, self.tokens, dtype=torch.bool, device=tokens.device)
-        seen[0, self.places(keep)[0]] = True
-        kept, hidden = self.gather(tokens, keep), tokens
         try:
-            for index in range(self.depth):
-                kept = self.block(index, self.merge(index, kept), keep)
+            kept, hidden = self.drop_and_hide(tokens, torch.arange(0, self.cells, 2, device=tokens.device)[None])
             logits = self.classified(kept)
-            for index in range(self.depth):
-                with Unseen(seen):
-                    hidden = self.block(index, self.merge(index, hidden))
         except Exception as error:
             return f"its blocks need every token ({first_line(error)})"
-        if not alike(self.gather(hidden, keep), kept, 1e-4):
+        if not alike(hidden, kept, 1e-4):
             return "its blocks compute other tokens when some are left out than when these are hidden from attention"
         return None if bool(logits.isfinite().all()) else "its decoder needs every token"
 

@@ -49,6 +49,12 @@ class TaskAnatomy(CrossedAnatomy):
             raise PatchlightError(f"{self.name} has no label '{label}'; {nearest(label, self.class_names)}")
         return self.class_names.index(label)
 
+    def framed(self, size: tuple[int, int] | None) -> tuple[Preprocess, tuple[int, int]]:
+        """How a photograph of this size becomes the input, and its size; None: the input itself."""
+        if size is not None:
+            return self.preprocess, size
+        return Preprocess(self.preprocess.size, fit="squash"), self.preprocess.size[::-1]
+
     def in_input(self, box: Sequence[float], size: tuple[int, int] | None, what: str = "box") -> Tensor:
         """A box [4] of the photograph in pixels of the model's input.
 
@@ -60,13 +66,11 @@ class TaskAnatomy(CrossedAnatomy):
         Raises:
             PatchlightError: The box is empty, or lies outside the image.
         """
-        height, width = self.preprocess.size
-        photo_size = size or (width, height)
+        preprocess, photo_size = self.framed(size)
         left, top, right, bottom = (float(side) for side in box)
         named = f"{what} [{', '.join(f'{float(side):g}' for side in box)}]"
         if not left < right or not top < bottom:
             raise PatchlightError(f"{named} is empty; give (left, top, right, bottom) with left < right, top < bottom")
-        preprocess = self.preprocess if size is not None else Preprocess((height, width), fit="squash")
         moved = preprocess.boxes(torch.tensor([[left, top, right, bottom]]), photo_size)
         outside = left >= photo_size[0] or top >= photo_size[1] or right <= 0 or bottom <= 0
         if outside or len(moved) == 0:

@@ -197,22 +197,12 @@ def other_objects(ask: Measure, upsampling: Upsampling = "bilinear") -> Measured
     energy = ask.upsampled(upsampling).double().abs()
     values, reasons = energy.new_full((len(energy),), torch.nan), {}
     for i, index in enumerate(ask.targets.index[:, 0].tolist()):
-        other_boxes, box = question.others_in_input(index), question.boxes_in_input()[index][None]
-        if len(other_boxes) == 0:
+        if not bool(question.others[index].any()):
             reasons[i] = "no other object of its class was detected"
             continue
-        on_others, on_box = (_union(boxes, ask.size).to(energy.device) for boxes in (other_boxes, box))
-        total = energy[i].sum().clamp_min(torch.finfo(energy.dtype).tiny)
-        values[i] = (energy[i] * (on_others & ~on_box)).sum() / total
+        inside = (question.others[index] > question.regions[index]).to(energy.device)
+        values[i] = (energy[i] * inside).sum() / energy[i].sum().clamp_min(torch.finfo(energy.dtype).tiny)
     return Measured(values, reasons=reasons)
-
-
-def _union(boxes: Tensor, size: tuple[int, ...]) -> Tensor:
-    """The pixels [H,W] in any of the boxes [n,4]."""
-    rows, columns = (torch.arange(side) + 0.5 for side in size)
-    left, top, right, bottom = boxes[:, :, None].unbind(1)
-    inside = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
-    return inside.any(0)
 
 
 def average_precision(scores: Tensor, positive: Tensor, counted: Tensor | None = None) -> Tensor:

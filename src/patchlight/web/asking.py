@@ -94,10 +94,8 @@ def choices(service: ModelService, request: schemas.AskedQuestion) -> schemas.Ch
         shares = F.adaptive_avg_pool2d(question.regions[0].float()[None], (rows, columns))[0]
         result.mask = [[round(share, 3) for share in row] for row in shares.tolist()]
     if isinstance(question, heads.Box | heads.Boxes):
-        marked = bare.to_photograph(
-            torch.stack([reference.box for reference in question.references]).float(), image.size
-        )
-        result.boxes = [tuple(box) for box in marked.tolist()]
+        marked = torch.stack([reference.box for reference in question.references]).float()
+        result.boxes = [tuple(box) for box in bare.to_photograph(marked, image.size).tolist()]
     if isinstance(question, heads.Answer):
         result.answer, result.prompt = question.text, str(question.prompt)
         result.words = [

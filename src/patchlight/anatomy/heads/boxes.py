@@ -12,7 +12,6 @@ from torch import Tensor
 from patchlight.anatomy.heads.question import Question
 from patchlight.core.errors import NoDetection, PatchlightError, Unsupported, integer
 from patchlight.core.registry import check_arguments
-from patchlight.core.targets import Target
 
 if TYPE_CHECKING:
     from patchlight.anatomy.detectors import DetectorAnatomy
@@ -35,7 +34,6 @@ class Reference:
         query: The number of the query.
         probabilities: The probabilities [C] at the query.
         query_box: The box [4] of the query.
-        others: Boxes [n,4] of other objects of the same class.
     """
 
     box: Tensor
@@ -43,7 +41,6 @@ class Reference:
     query: int
     probabilities: Tensor
     query_box: Tensor
-    others: Tensor
 
 
 class DetectionQuestion(Question):
@@ -61,13 +58,16 @@ class DetectionQuestion(Question):
 
     tasks, annotations = ("detection",), ("boxes",)
     references: Sequence[Reference] = ()
+    others: Sequence[Tensor] = ()
+    """The pixels [H,W] of other objects of each detection's class: sure detections that overlap its box by less."""
     score: BoxScore | None = None
-    missed = False
     detector: Any = None
 
-    def _about_queries(self) -> dict[str, Any]:
-        """What gradients keep fixed if the model selects its queries for every image."""
-        return {"held": "selection"} if self.detector is not None and self.detector.selects else {}
+    def _about(self, **fields: Any) -> dict[str, Any]:
+        """The fields that are given; and whether the selection of queries is held while gradients flow."""
+        held = {"held": "selection"} if self.detector is not None and self.detector.selects else {}
+        given = {key: value for key, value in fields.items() if value is not None}
+        return {"head": type(self).__name__, **given, **held}
 
     def read(self, output: Any, rows: int) -> tuple[Tensor, Tensor]:
         probabilities = self.detector.probabilities_of(output)
@@ -124,28 +124,20 @@ class DetectionQuestion(Question):
             chosen: Box [4], class and query of each.
         """
         probabilities, boxes = vit.probabilities_of(output)[0].detach(), corners(output.pred_boxes[0].detach())
-        best = probabilities.max(1)
-        references, labels = [], []
+        best, size_in = probabilities.max(1), vit.preprocess.size
+        self.detector, self.references, self.labels, self.others = vit, [], [], []
         for box, label, query in chosen:
             alike = (best.indices == label) & (best.values >= SURE) & (iou(boxes, box.to(boxes)) < SURE)
-            at_query = probabilities[query].cpu(), boxes[query].cpu()
-            references.append(Reference(box.cpu(), label, query, *at_query, boxes[alike].cpu()))
+            self.references.append(Reference(box.cpu(), label, query, probabilities[query].cpu(), boxes[query].cpu()))
+            self.others.append(_pixels_in(vit.to_photograph(boxes[alike].cpu().float(), None), size_in))
             at = " ".join(f"{side:.0f}" for side in vit.to_photograph(box[None].cpu().float(), size)[0].tolist())
-            labels.append(f"{vit.class_names[label]} {float(probabilities[query, label]):.2f} at {at}")
-        self.detector, self.references, self.labels = vit, references, labels
-        self.regions = [_pixels_in(box, vit.preprocess.size) for box in self.boxes_in_input().round().int().tolist()]
+            self.labels.append(f"{vit.class_names[label]} at {at}")
+        self.regions = [_pixels_in(box[None], size_in) for box in self.boxes_in_input()]
 
     def boxes_in_input(self) -> Tensor:
         """The boxes b* [Q,4] in pixels of the model's input."""
-        return self._in_pixels(torch.stack([held.box for held in self.references]))
-
-    def others_in_input(self, index: int) -> Tensor:
-        """Boxes [n,4] of other objects of the same class as detection `index`, in pixels of the model's input."""
-        return self._in_pixels(self.references[index].others)
-
-    def _in_pixels(self, boxes: Tensor) -> Tensor:
-        height, width = self.detector.preprocess.size
-        return boxes.float() * torch.tensor([width, height, width, height], dtype=torch.float32)
+        boxes: Tensor = self.detector.to_photograph(torch.stack([held.box for held in self.references]).float(), None)
+        return boxes
 
 
 class Box(DetectionQuestion):
@@ -193,7 +185,7 @@ class Box(DetectionQuestion):
             raise PatchlightError(f"box has {len(box)} numbers; give left, top, right and bottom")
         self.detection = integer("detection", 0 if detection is None else detection, 0)
         self.query = None if query is None else integer("query", query, 0)
-        self.box = None if box is None else tuple(box)
+        self.box = None if box is None else list(box)
         self.label, self.score, self.missed = label, score, missed
         self.threshold = threshold
         self.labels = ["detection"]
@@ -238,20 +230,16 @@ class Box(DetectionQuestion):
         won = int(probabilities[query].argmax())
         return [(box, c, query) for c in dict.fromkeys((label, won) if self.missed else (label,))]
 
-    def default_target(self) -> Target:
-        return 0
-
     def about(self) -> dict[str, Any]:
-        fields = {
-            "detection": self.detection if self.query is None and self.box is None else None,
-            "query": self.query,
-            "threshold": self.threshold or None,
-            "box": None if self.box is None else list(self.box),
-            "label": self.label,
-            "score": self.score,
-        }
-        fields = {key: value for key, value in fields.items() if value is not None}
-        return {"head": "Box", **fields, "missed": self.missed, **self._about_queries()}
+        return self._about(
+            detection=self.detection if self.query is None and self.box is None else None,
+            query=self.query,
+            threshold=self.threshold or None,
+            box=self.box,
+            label=self.label,
+            score=self.score,
+            missed=self.missed,
+        )
 
 
 class Boxes(DetectionQuestion):
@@ -275,8 +263,7 @@ class Boxes(DetectionQuestion):
         self.hold(vit, output, size, [(boxes[d.query], vit.class_names.index(d.label), d.query) for d in detections])
 
     def about(self) -> dict[str, Any]:
-        score = {} if self.score is None else {"score": self.score}
-        return {"head": "Boxes", "threshold": self.threshold, "top": self.top, **score, **self._about_queries()}
+        return self._about(threshold=self.threshold, top=self.top, score=self.score)
 
 
 def detections_above(vit: Any, output: Any, size: tuple[int, int] | None, threshold: float) -> list[Any]:
@@ -290,11 +277,11 @@ def detections_above(vit: Any, output: Any, size: tuple[int, int] | None, thresh
     return [each for each in detections if each.score >= threshold]
 
 
-def _pixels_in(box: Sequence[int], size: Sequence[int]) -> Tensor:
-    """The pixels [H,W] in a box, at least one."""
-    left, top, right, bottom = box
+def _pixels_in(boxes: Tensor, size: Sequence[int]) -> Tensor:
+    """The pixels [H,W] in any of the boxes [n,4], at least one for each."""
     inside = torch.zeros(*size)
-    inside[top : max(bottom, top + 1), left : max(right, left + 1)] = 1
+    for left, top, right, bottom in boxes.round().int().tolist():
+        inside[top : max(bottom, top + 1), left : max(right, left + 1)] = 1
     return inside
 
 

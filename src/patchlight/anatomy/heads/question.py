@@ -45,6 +45,8 @@ class Question(Head):
     """The annotations of the explained object for localisation metrics: "boxes" or "masks"; empty if there is none."""
     regions: Sequence[Tensor] = ()
     """The region [H,W] of each label in the model's input, from 0 to 1; empty for the complete image."""
+    missed = False
+    """Whether the question is about the first label, which was missed, and the second is the predicted one."""
 
     def bound(self, vit: Anatomy) -> Self:
         if vit.task not in self.tasks:
@@ -112,6 +114,6 @@ class Question(Head):
         return torch.stack([self.regions[i] > 0 for i in index.tolist()])
 
     def default_target(self) -> Target:
-        """The default target of one image: all labels, with an axis if there are several."""
+        """The default target of one image: all labels, with an axis if there are several, or the missed one."""
         count = len(self.labels)
-        return 0 if count == 1 else [list(range(count))]
+        return 0 if count == 1 or self.missed else [list(range(count))]

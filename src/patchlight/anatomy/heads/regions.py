@@ -16,7 +16,7 @@ from patchlight.core.errors import PatchlightError
 from patchlight.core.images import open_mask
 from patchlight.core.registry import check_arguments
 from patchlight.core.resize import to_pixels
-from patchlight.core.targets import Outputs, Target
+from patchlight.core.targets import Outputs
 
 if TYPE_CHECKING:
     from patchlight.anatomy.segmenters import PromptedAnatomy, SegmenterAnatomy
@@ -150,18 +150,14 @@ class Region(Question):
         total = (values * weights).sum((1, 2))
         return total if self.statistic == "sum" else total / weights.sum()
 
-    def default_target(self) -> Target:
-        return 0
-
     def about(self) -> dict[str, Any]:
-        where = list(self.where) if isinstance(self.where, tuple | list) else _shown(self.where)
         return {
             "head": "Region",
-            "region": where,
+            "region": _shown(self.where),
             "predicted": self.predicted,
             "label": self.label,
             "statistic": self.statistic,
-            "against": list(self.against) if isinstance(self.against, tuple | list) else _shown(self.against),
+            "against": _shown(self.against),
         }
 
 
@@ -260,4 +256,7 @@ def _in_input(weights: Tensor, vit: Any) -> Tensor:
 
 
 def _shown(value: Any) -> Any:
+    """A box, point or class as it was given, the path of a mask, or "mask"."""
+    if isinstance(value, tuple | list):
+        return list(value)
     return value if value is None or isinstance(value, str | int) else str(value) if isinstance(value, Path) else "mask"
