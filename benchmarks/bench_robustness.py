@@ -16,7 +16,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.targets import Targets
 from patchlight.methods.requests import resolve
 from patchlight.metrics.base import MapFunction
-from patchlight.metrics.robustness import draws
+from patchlight.metrics.robustness import uniform_noise
 from patchlight.study.sources import map_function
 
 IMAGES, DRAWS, RADIUS = 4, 10, 0.02
@@ -39,7 +39,7 @@ def one_by_one(images: Tensor, explain: Explanation) -> Tensor:
 
 def at_once(images: Tensor, explain: Explanation) -> Tensor:
     """captum with everything in one batch."""
-    noise = draws(tuple(images.shape[1:]), DRAWS, RADIUS, 0).to(images).repeat(len(images), 1, 1, 1)
+    noise = uniform_noise(tuple(images.shape[1:]), DRAWS, RADIUS, 0).to(images).repeat(len(images), 1, 1, 1)
     return sensitivity_max(explain, images, lambda given: given + noise, RADIUS, DRAWS)
 
 

@@ -105,7 +105,7 @@ def test_the_forward_is_float64_and_the_way_back_is_not() -> None:
         steps = list(seen.steps(R, g, 0))
         assert {t.dtype for step in steps for t in (step.RA, step.G, step.R)} == {dtype}
         assert not seen.tokens, "nothing of a block is held once it was passed"
-        assert not seen.kept
+        assert not seen.saved
 
 
 def test_what_the_forward_keeps_is_what_the_notes_say() -> None:
@@ -115,7 +115,7 @@ def test_what_the_forward_keeps_is_what_the_notes_say() -> None:
     vit = given.vit
     hidden = vit.parts(0).fc1.out_features / vit.width  # type: ignore[union-attr, operator]
     seen = Relevance(given, "ours", "tf32")
-    held = {k: sum(t.nbytes for t in inside) for k, inside in seen.kept.items()}
+    held = {k: sum(t.nbytes for t in inside) for k, inside in seen.saved.items()}
     row = len(given.images) * vit.width
     behind = 4 * (4 + hidden)
     assert held[0] == row * vit.tokens * (28 + behind)

@@ -1,4 +1,4 @@
-"""Passes that explain another score than the model's: one per block, or that of a rewritten last block."""
+"""Passes that explain other scores than the model's: one score per block, or that of a rewritten last block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from patchlight.evidence.runner import PIXELS, Runner, scaled
 
 
 class LocalScores(Runner):
-    """A pass in which every block has its own score, and a graph that begins at its attention's output.
+    """A pass in which every block has its own score, with a graph that begins at the output of its attention.
 
-    The input of a block is constant, so later scores do not reach earlier blocks, and queries, keys and the softmax are
-    not differentiated.
+    The inputs of blocks, queries, keys and the softmax are constant.
     """
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
@@ -29,12 +28,12 @@ class LocalScores(Runner):
         with self.running(False, record, frozenset(), in_block=False):
             x = self.embed(images).to(vit.dtype) if tokens is None else tokens
         for layer in range(vit.depth):
-            record, asked = self.record(layer, x), bool(self.wants[layer])
-            inside = asked and not self.course.pooler
+            record, is_read = self.record(layer, x), bool(self.wants[layer])
+            inside = is_read and not self.course.pooler
             with self.running(inside, record, self.needs(layer) if inside else frozenset()):
                 y = self.runs.block(layer, x).to(vit.dtype)
             x = record.seen["y"] = y.detach()
-            if asked:
+            if is_read:
                 self.ways[layer] = self._way(record, y)
         self.end = Record(vit.depth, x)
         pool = frozenset({"A"} if vit.pooling == "map" else ())
@@ -42,7 +41,7 @@ class LocalScores(Runner):
             return vit.readout(x)
 
     def _way(self, record: Record, y: Tensor) -> _Way:
-        """From a block's attention, or that of the pooling, to logits computed from the block's output."""
+        """The graph from the attention of a block, or of the pooling, to logits computed from the block's output."""
         top = y.detach() if self.course.pooler else y.detach().requires_grad_()
         needs = self.needs(record.index) if self.course.pooler else frozenset[str]()
         with torch.enable_grad(), self.tapped(True, record, needs, in_block=False):
@@ -52,14 +51,14 @@ class LocalScores(Runner):
         return _Way(record, y, top, logits)
 
     def _reading(self, y: Tensor) -> Tensor:
-        """Tokens [B,N,D] that give every readout the value that this course reads of y."""
+        """Tokens [B,N,D] from which every readout reads the value of this course."""
         if self.course.local == "pooling":
             return y
         read = {"cls": y[:, :1], "patches": self.vit.layout.of_cells(y), "tokens": y}[self.course.local or ""]
         return read.mean(1, keepdim=True).expand(-1, y.shape[1], -1)
 
     def _keep_read(self, record: Record) -> None:
-        """Record the pooling's attention: keys and values of all tokens, zero where it has none, and its queries."""
+        """Pad the keys and values of the pooling's attention with zeros to all tokens, and select its query."""
         record.only_read = True
         for name in ("k", "v"):
             if name in record.seen:
@@ -104,7 +103,7 @@ class LocalScores(Runner):
 
 
 class OneHead(Runner):
-    """A pass whose last block attends with one head of full width; classes are predicted by the model."""
+    """A pass whose last block attends with one head of full width; the classes are predicted by the original model."""
 
     def forward(self, images: Tensor, tokens: Tensor | None) -> Tensor:
         self.rewritten = super().forward(images, tokens)
@@ -130,7 +129,7 @@ class OneHead(Runner):
 
 @dataclass
 class _Way:
-    """From a block's output y, detached at `top`, to its logits and their scores."""
+    """The graph of one block: its output y, `top` (y detached), and the logits and scores computed from it."""
 
     record: Record
     y: Tensor

@@ -1,7 +1,7 @@
-"""The trace: one tapped forward, and one backward per explained class, give all white-box evidence about an image.
+"""Passes: one tapped forward, and one backward per explained class.
 
-`run_pass` computes many layer maps in one pass, each as soon as its evidence is complete, so that nothing larger than
-the maps is kept. `trace` returns the raw evidence for developing methods.
+`run_pass` computes many layer maps in one pass, each as soon as its evidence is complete, so that only the maps remain
+in memory. `trace` returns the raw evidence, for developing methods.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def rows_at_once(vit: Anatomy) -> int:
 def fitting(vit: Anatomy, half: bool = False, written: bool = False) -> int:
     """Maximum number of images in a pass with a backward on CUDA, 1 to 256: as many as fit in half of the free memory.
 
-    The backward reads about 40 numbers per token, channel and block, half as wide in half precision; and attention and
-    its gradient, if they are `written`.
+    The backward needs about 40 numbers per token, channel and block, of half the size in half precision, and if they
+    are `written`, attention and its gradient.
     """
-    depth, wide = max(vit.depth, 1), vit.dtype.itemsize
-    each = depth * vit.tokens * vit.width * 40 * wide // (2 if half else 1)
-    each += 2 * depth * vit.heads * vit.tokens**2 * wide if written else 0
-    return max(1, min(256, free_memory(vit.device) // 2 // each))
+    depth, size = max(vit.depth, 1), vit.dtype.itemsize
+    per_image = depth * vit.tokens * vit.width * 40 * size // (2 if half else 1)
+    per_image += 2 * depth * vit.heads * vit.tokens**2 * size if written else 0
+    return max(1, min(256, free_memory(vit.device) // 2 // per_image))
 
 
 def in_memory(run: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -153,10 +153,10 @@ def run_pass(
 
 
 def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: Decided) -> Targets:
-    """The predicted classes; where rounding may have changed one, it is predicted in full precision."""
-    found = top_classes(logits, vit.outputs)
+    """The predicted classes; if rounding may have changed a prediction, it is repeated in full precision."""
+    targets = top_classes(logits, vit.outputs)
     if precision == "full" or vit.outcomes == 1:
-        return found
+        return targets
     if logits.shape[1] == 1:  # label 1 against 0
         gap, limit = logits[:, 0].abs(), torch.tensor(0.25, device=logits.device)
     else:
@@ -164,25 +164,25 @@ def surely_predicted(vit: Anatomy, images: Tensor, logits: Tensor, precision: De
         gap, limit = first - second, _CLOSE * logits.abs().amax(1)
     close = (~(gap >= limit)).nonzero().flatten()  # or the logits overflowed
     if len(close):
-        found.index[close.to(found.index.device)] = top_classes(vit.logits(images[close]), vit.outputs).index
-    return found
+        targets.index[close.to(targets.index.device)] = top_classes(vit.logits(images[close]), vit.outputs).index
+    return targets
 
 
 _CLOSE = 0.05
-"""Two classes are close when their logits differ by less than this share of the largest; bf16 moves one by 0.01."""
+"""Two classes are close if their logits differ by less than this share of the largest; bf16 changes one by 0.01."""
 
 
-def _usable(given: Tensor, vit: Anatomy) -> Tensor:
-    """A tensor in the type of the pass that is not an inference tensor."""
-    return (given.clone() if given.is_inference() else given).to(vit.dtype)
+def _usable(inputs: Tensor, vit: Anatomy) -> Tensor:
+    """Convert a tensor to the type of the pass, and copy it if it is an inference tensor."""
+    return (inputs.clone() if inputs.is_inference() else inputs).to(vit.dtype)
 
 
 @dataclass
 class Trace:
     """Raw evidence: `tokens` x_0..x_L, `gradients` g_0..g_L-1, `attention` A_l and `attention_gradients` G_l.
 
-    Attention is [B,H,N,N] (to, from); `target` [B,1] and `scores` [B,1] are what was explained. In a hierarchical model
-    each block has the tokens of its own stage, and x_l are those after merging.
+    Attention is [B,H,N,N] (to, from); `target` [B,1] are the explained classes, and `scores` [B,1] their scores. In a
+    hierarchical model, each block has the tokens of its stage, after merging.
     """
 
     vit: Anatomy
@@ -199,7 +199,7 @@ class Trace:
 def trace(
     vit: Anatomy | nn.Module, images: Any, target: Target = None, score: Score = "logit", rule: str = "plain"
 ) -> Iterator[Trace]:
-    """Everything that one forward and one backward pass read of a model, for developing methods.
+    """Run one forward and one backward pass, and return the raw evidence, for developing methods.
 
     Args:
         vit: The model.
@@ -225,15 +225,15 @@ def trace(
     if targets is not None and targets.several:
         raise PatchlightError(f"a trace explains one class per image; {targets.count} were given")
     job = LayerJob(lambda e: (e.x, e.y, e.g, e.A, e.G), frozenset("xygAG"), tuple(range(vit.depth)))
-    seen = run_pass(vit, batch, targets, score, backward, [job])
-    layers = [seen.at(layer) for layer in range(vit.depth)]
-    result = Trace(vit, seen.logits, seen.targets.index, seen.scores)
-    result.tokens = [x for x, *_ in layers] + [layers[-1][1]]
-    result.gradients = [g for _, _, g, _, _ in layers]
-    result.attention = [a for *_, a, _ in layers]
-    result.attention_gradients = [g for *_, g in layers]
+    result = run_pass(vit, batch, targets, score, backward, [job])
+    layers = [result.at(layer) for layer in range(vit.depth)]
+    raw = Trace(vit, result.logits, result.targets.index, result.scores)
+    raw.tokens = [x for x, *_ in layers] + [layers[-1][1]]
+    raw.gradients = [g for _, _, g, _, _ in layers]
+    raw.attention = [a for *_, a, _ in layers]
+    raw.attention_gradients = [g for *_, g in layers]
     try:
-        yield result
+        yield raw
     finally:
-        for kept in (result.tokens, result.gradients, result.attention, result.attention_gradients):
-            kept.clear()
+        for values in (raw.tokens, raw.gradients, raw.attention, raw.attention_gradients):
+            values.clear()

@@ -1,4 +1,4 @@
-"""What a pass records of one block (`Record`, written by taps and hooks), and how a layer map reads it (`Evidence`)."""
+"""The values that a pass records of one block (`Record`), and the access of layer maps to them (`Evidence`)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,34 @@ from patchlight.evidence.rows import Entry, FusedAttention, Local, Matrix, Rows,
 
 T = TypeVar("T")
 BACKWARD = frozenset({"g", "gy", "gn", "go", "G", "dO", "bias"})
-"""Parts of the evidence that need a backward."""
+"""The parts of the evidence that need a backward."""
 ATTENTION = frozenset({"A", "G", "q", "k", "v", "dO"})
-"""Parts recorded from a block's attention."""
+"""The parts recorded from a block's attention."""
 TAPPED = ATTENTION | {"n", "gn", "o", "go", "u", "bias"}
-"""Parts recorded inside a running block."""
+"""The parts recorded inside a running block."""
 PARTS = frozenset({"x", "y", "p"}) | TAPPED | BACKWARD
 
 
 @dataclass
 class Record:
-    """What one pass has recorded of one block so far: tensors by their letters in `Evidence`.
+    """The values of one block that a pass has recorded so far.
 
-    `scalar_bias` [B] sums the bias terms that belong to no token; `shared` is a cache shared by layer maps. If
-    attention stayed fused and its matrices are read, `fused` has its inputs, and `dO` is the gradient of its output.
-    Gradients must be multiplied by `unscale` [B], if given. `only_read`: attention has only the rows that are read.
-    `leaf` is the attention's output, if a graph begins there. If attention does not connect all tokens, `reach`
-    describes it, and A, G and v are those of its windows [B*W,...].
+    Args:
+        index: The block.
+        x: The tokens that enter the block.
+        prefix: Number of tokens before the patches.
+        depth: Number of blocks.
+        open_parts: Returns `Anatomy.parts` of the block.
+        seen: Tensors by their letters in `Evidence`.
+        scalar_bias: The sum [B] of the bias terms that belong to no token.
+        shared: A cache for the layer maps.
+        fused: The inputs of attention, if it stayed fused and its matrices are read.
+        dO: The gradient of the output of fused attention.
+        unscale: A factor [B] of all gradients.
+        only_read: Whether attention has only the rows that are read.
+        leaf: The output of attention, if a graph begins there.
+        reach: The windows, if attention does not connect all tokens; A, G and v are then those of windows [B*W,...].
+        suffix: Number of tokens after the patches.
     """
 
     index: int
@@ -60,14 +71,14 @@ class Record:
         return self.open_parts()
 
     def see(self, name: str, value: Tensor) -> None:
-        """Keep A, G or v in the type of the tokens; a separate axis for windows is flattened."""
+        """Record A, G or v in the type of the tokens; a separate axis for windows is flattened."""
         value = value.detach().to(self.x.dtype)
         self.seen[name] = value.flatten(0, 1) if value.ndim == 5 else value
 
     def add_bias(self, value: Tensor, place: Reach | Merging | None = None) -> None:
-        """Add a bias map: per token [B,N] if it has the tokens' length, otherwise its sum, per image.
+        """Add a bias map per token [B,N], or if it has another length, its sum per image.
 
-        `place` is where its values belong, if tokens are in windows or on a coarser grid.
+        `place` is the arrangement of its values, if tokens are in windows or on a coarser grid.
         """
         value = value.to(self.x.dtype)
         if place is not None:
@@ -80,7 +91,7 @@ class Record:
             self.scalar_bias = total if self.scalar_bias is None else self.scalar_bias + total
 
     def complete(self) -> None:
-        """Set missing gradients to zero: the score does not depend on that tensor."""
+        """Set missing gradients to zero, because the score does not depend on their tensors."""
         for gradient, of in (("gy", "x"), ("gn", "n"), ("go", "o"), ("G", "A")):
             if gradient not in self.seen and of in self.seen:
                 self.seen[gradient] = torch.zeros_like(self.seen[of])
@@ -90,14 +101,14 @@ class Record:
             self.seen["bias"] = self.x.new_zeros(self.x.shape[:2])
 
     def forget(self) -> None:
-        """Drop the values of one backward before the next class."""
+        """Clear the values of a backward before the next class."""
         for name in BACKWARD:
             self.seen.pop(name, None)
         self.scalar_bias = self.dO = None
         self.shared.clear()
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Clear all values."""
         self.forget()
         self.seen.clear()
         self.fused = self.leaf = None
@@ -114,7 +125,7 @@ class Record:
         return part.to(self.x.dtype)
 
     def see_dO(self, gradient: Tensor) -> None:
-        """Keep the gradient of the attention's output [B,H,N,d], unchanged if attention stayed fused."""
+        """Record the gradient of the output of attention [B,H,N,d], unchanged if attention stayed fused."""
         if self.fused is None:
             self.seen["dO"] = gradient.to(self.x.dtype)
         else:
@@ -127,7 +138,7 @@ class Record:
 
 @dataclass(frozen=True)
 class EndBias:
-    """The bias terms after the last block: those of the final norm by token [B,N], all others summed [B]."""
+    """The bias terms after the last block: those of the final norm by token [B,N], and the sum of all others [B]."""
 
     bias: Tensor | None = None
     scalar_bias: Tensor | None = None
@@ -144,18 +155,19 @@ class _Part:
 
 
 class Evidence:
-    """What one pass recorded of one block, as far as a layer map declares it in `needs`.
+    """The recorded values of one block that a layer map has declared in `needs`.
 
-    x, y: tokens entering and leaving [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G: its
-    gradient. q, k, v: queries (times the scores' scale, in models that put it there), keys and values as they enter
-    attention [B,H,N,d]; dO: the gradient of its output A v [B,H,N,d], so that G = dO v^T. n, gn: output of the first
-    norm and its gradient. o, go: output of the attention module (after its output projection, before layer scale and
-    skip) and its gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz>
-    per token [B,N]. p: the projected patches [B,P,D], before positions, the same in every block.
+    x, y: tokens that enter and leave the block [B,N,D]; g, gy: their gradients. A: attention [B,H,N,N] (to, from); G:
+    its gradient. q, k, v: queries (times the scale of the scores in some models), keys and values [B,H,N,d]; dO: the
+    gradient of the output A v of attention [B,H,N,d], so that G = dO v^T. n, gn: output of the first norm and its
+    gradient. o, go: output of the attention module (after its output projection, before layer scale and skip) and its
+    gradient. u: tokens after attention and its skip. bias: sum over the block's biases b of <b, ds/dz> per token [B,N].
+    p: the projected patches [B,P,D], before positions, the same in every block.
 
-    `matrix` is a mean over the heads of A, G or both, written out only if necessary: use it if you need a row, not all
-    of A or G. `index` and `depth` are the block and the number of blocks, `tokens` is N, `prefix` of them come before
-    the patches, and `cells` is the slice of the patches. `only_read`: q and dO have only the rows that are read.
+    `matrix` is a mean over the heads of A, G or both. It is written out only if necessary, so prefer it to A and G if
+    only rows are needed. `index` is the block, `depth` the number of blocks, `tokens` is N, `prefix` the number of
+    tokens before the patches, and `cells` the slice of the patches. With `only_read`, q and dO have only the rows that
+    are read.
     """
 
     x, y, A, q, k, v, n, o, u, p = (_Part() for _ in range(10))
@@ -171,7 +183,7 @@ class Evidence:
     def of(
         cls, x: Tensor, *, index: int = 0, prefix: int = 0, depth: int = 1, parts: Any = None, **seen: Tensor
     ) -> Evidence:
-        """Evidence from given tensors, to try a layer map.
+        """Create evidence from tensors, to try a layer map.
 
         >>> Evidence.of(torch.zeros(1, 3, 4), A=torch.ones(1, 2, 3, 3)).heads_mean.shape
         torch.Size([1, 3, 3])
@@ -194,7 +206,7 @@ class Evidence:
         return self.once(name, lambda: record.fused_part(name))
 
     def _seen(self, name: str) -> Tensor:
-        """A part as it was recorded."""
+        """A recorded part, without scaling of gradients."""
         value, unscale = self._record.seen[name], self._record.unscale
         if unscale is None or name not in BACKWARD:
             return value
@@ -203,7 +215,7 @@ class Evidence:
 
     def _in_windows(self, name: str, reach: Reach) -> Tensor:
         """A, G or AG [B,H,W,n,m]."""
-        A, G = (self._seen(one) if one in name else None for one in "AG")
+        A, G = (self._seen(letter) if letter in name else None for letter in "AG")
         value = G if A is None else A if G is None else A * G
         assert value is not None
         value = value.unflatten(0, (len(self._record.x), -1)).transpose(1, 2)
@@ -216,11 +228,11 @@ class Evidence:
 
     @property
     def parts(self) -> Any:
-        """The block's norms and linear maps (`Anatomy.parts`), read on first use."""
+        """The norms and linear maps of the block (`Anatomy.parts`)."""
         return self._record.parts
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
-        """A quantity that several layer maps use, computed once per block and class."""
+        """A value that several layer maps use, computed once per block and class."""
         shared = self._record.shared
         if name not in shared:
             shared[name] = compute()
@@ -246,7 +258,7 @@ class Evidence:
         return head_mean(self._entries(entry), columns, rows)
 
     def _local(self, entry: Entry, reach: Reach, columns: Tensor | None, rows: Tensor | None) -> Matrix | None:
-        """The same in windows; None if its columns cannot be scaled there."""
+        """The matrix of an attention in windows; None if its columns cannot be scaled there."""
         if columns is None and rows is None:
             return self.once(f"mean {entry}", lambda: Local(self._windows(entry, reach).mean(1), reach))
         scales = [None if columns is None else reach.keys(columns), None if rows is None else reach.queries(rows)]
@@ -275,14 +287,14 @@ class Evidence:
         return (self.A if record.reach is None else record.seen["A"]).shape[1]
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a @ b, in bfloat16 if attention stayed fused: for large products that need little precision."""
+        """A @ b, in bfloat16 if attention stayed fused, for large products that need little precision."""
         if self._record.fused is None or not a.is_cuda:
             return a @ b
         return (a.bfloat16() @ b.bfloat16()).to(a.dtype)
 
     @property
     def gradient_mean(self) -> Tensor:
-        """The mean of G over the patches that are attended to [B,H,N], for each attending token."""
+        """The mean of G over the attended patches [B,H,N], for each attending token."""
         self._check_declared("G")
         attention, reach = self._record.attention, self._record.reach
         if reach is not None:
@@ -293,7 +305,7 @@ class Evidence:
 
     @property
     def positive_gradient(self) -> Tensor:
-        """mean_hi ReLU(G[h,i,j]) [B,N]: of G = dO v^T one head is written at a time, or none."""
+        """mean_hi ReLU(G[h,i,j]) [B,N]; at most one head of G = dO v^T is written out at a time."""
         attention = self._record.attention
         if attention is not None and attention.dO is not None:
             self._check_declared("dO")
@@ -313,5 +325,5 @@ class Evidence:
 
     @property
     def heads_mean(self) -> Tensor:
-        """mean_h A [B,N,N], written."""
+        """mean_h A [B,N,N], written out."""
         return written(self.matrix("A"))

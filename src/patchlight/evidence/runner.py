@@ -1,4 +1,4 @@
-"""One pass: a tapped forward block by block, and a backward that completes the evidence on its way."""
+"""One pass: a tapped forward, block by block, and a backward during which the layer maps are computed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from patchlight.evidence.rules import PLAIN, Rule
 from patchlight.evidence.taps import Taps
 
 PIXELS = -1
-"""The layer index of the image itself: its evidence has x = image and g = gradient, as [B,H,W,C]."""
+"""The layer index of the image; its evidence has x = image and g = gradient, as [B,H,W,C]."""
 FEATURES = -2
-"""The layer index of a hierarchical model's feature map, after the stage it is opened at: only x and g."""
+"""The layer index of a hierarchical model's feature map, after the stage it is opened at; it has only x and g."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a pass explains, if that is not the model's own score.
+    """The score that a pass explains, if it is not the model's own score.
 
-    `local`: every block has its own score, that of its output read as if it were the last, and only the gradient of its
-    own attention is recorded; `pooler`: the attention of the model's pooling, applied to that output, is recorded
-    instead of the block's. `one_head`: the last block attends with one head of full width. `tokens` [B,N,D] enter block
-    0 instead of the embedded images, if given.
+    Args:
+        local: Every block has its own score, that of the readout of its output, and only the gradient of its own
+            attention is recorded. The value is the input of the readout.
+        pooler: The attention of the model's pooling is recorded instead of the block's.
+        one_head: The last block attends with one head of full width.
+        tokens: Tokens [B,N,D] that enter block 0 instead of the embedded images.
     """
 
     local: Literal["pooling", "cls", "patches", "tokens"] | None = None
@@ -51,11 +53,11 @@ WHOLE = Course()
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A function of the evidence of one block, and where it is run.
+    """A function of the evidence of one block, and the blocks of which it is computed.
 
     Args:
         function: The function.
-        needs: The quantities that it reads.
+        needs: The parts of the evidence that it reads.
         layers: Blocks, PIXELS or FEATURES.
         name: The name of the function in errors.
     """
@@ -66,7 +68,7 @@ class LayerJob:
     name: str = "this layer map"
 
     def of(self, record: Record) -> Any:
-        """The job's result for one block."""
+        """The result for one block."""
         return self.function(Evidence(record, self.needs, self.name))
 
     @property
@@ -88,7 +90,7 @@ def fused_type(vit: Anatomy, precision: Decided, rule: Rule, jobs: Sequence[Laye
 
 
 class Runner:
-    """The state of one pass: evidence by layer, and the values of the class being explained."""
+    """The state of one pass: the records by layer, and the values of the current class."""
 
     def __init__(
         self, vit: Anatomy, runs: Anatomy, rule: Rule, jobs: Sequence[LayerJob], precision: Decided, course: Course
@@ -200,7 +202,7 @@ class Runner:
     def running(
         self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True, place: Merging | None = None
     ) -> Iterator[None]:
-        """Run a block with the taps of the jobs."""
+        """Context for a block, with gradients, precision and taps."""
         tapped = self.tapped(graph, record, needs, in_block, place)
         with torch.set_grad_enabled(graph), casting(self.vit, self.precision), tapped:
             yield
@@ -211,7 +213,7 @@ class Runner:
         return self.runs.first_row(x) if first else self.runs.block(layer, x)
 
     def _first_row_is_enough(self) -> bool:
-        """Whether only the first token of the last block is read, by the classifier and by all jobs."""
+        """Whether the classifier and all jobs read only the first token of the last block."""
         read = self.wants[self.vit.depth - 1] or any("bias" in job.needs for job in self.jobs)
         return self.runs.reads_first and self.rule is PLAIN and not read
 
@@ -221,7 +223,7 @@ class Runner:
         return min(self.vit.stage_end, self.vit.depth) if self.vit.hierarchical else None
 
     def _order(self, layer: int) -> float:
-        """Position of a layer: the feature map comes after the blocks of its stage, before its tokens are merged."""
+        """Position of a layer; the feature map comes after the blocks of its stage, before its tokens are merged."""
         return layer if layer != FEATURES else (self._end_of_stage or 0) - 0.5
 
     def _graph(self, layer: int) -> bool:
@@ -229,7 +231,7 @@ class Runner:
         return self.backward and self._order(layer) >= self._order(self.first)
 
     def _feature_map(self, x: Tensor) -> Tensor:
-        """The tokens after the stage that a hierarchical model is opened at, treated as the input of a block."""
+        """Record the tokens after the stage that a hierarchical model is opened at, as the input of a block."""
         if not self.wants[FEATURES]:
             return x
         if self.first == FEATURES:
@@ -243,7 +245,7 @@ class Runner:
         return x
 
     def _merge(self, layer: int, x: Tensor) -> Tensor:
-        """The input of a block; biases of the merging belong to the block before."""
+        """The input of a block after merging, whose biases are recorded in the previous block."""
         if not self.vit.changes(layer):
             return x
         graph = self._graph(layer) and layer != self.first
@@ -257,10 +259,10 @@ class Runner:
 
     @staticmethod
     def _hook_y(record: Record) -> Callable[[Tensor], None]:
-        def arrived(gradient: Tensor) -> None:
+        def record_gradient(gradient: Tensor) -> None:
             record.seen["gy"] = gradient
 
-        return arrived
+        return record_gradient
 
     def embed(self, images: Tensor) -> Tensor:
         """Embed images, and record the patch projection if a job needs it."""
@@ -276,21 +278,21 @@ class Runner:
     def tapped(
         self, graph: bool, record: Record, needs: frozenset[str], in_block: bool = True, place: Merging | None = None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Run a block with taps."""
+        """Context with taps, if anything is recorded or a rule applies."""
         ruled = graph and self.rule.name != "plain"
         if not needs and not ruled:
             return contextlib.nullcontext()
         return Taps(self.rule, needs, record, in_block, self.fused, self.course.local is not None, place)
 
     def _hook(self, layer: int) -> Callable[[Tensor], None]:
-        def arrived(gradient: Tensor) -> None:
+        def finish_layer(gradient: Tensor) -> None:
             current_watcher().check()
             self._gradient(layer, gradient)
 
-        return arrived
+        return finish_layer
 
     def _gradient(self, layer: int, gradient: Tensor) -> None:
-        """Take the gradient of the tokens entering `layer`; its evidence is now complete, so its jobs run."""
+        """Record the gradient of the tokens that enter `layer`, which completes its evidence, and run its jobs."""
         if layer - 1 in self.records and not self.vit.changes(layer):
             self.records[layer - 1].seen["gy"] = gradient
         if layer not in self.records or layer in self.finished:
@@ -308,7 +310,7 @@ class Runner:
             self.records.pop(layer).clear()  # the graph refers to the record until the backward is over
 
     def explain(self, target: int, last: bool) -> tuple[list[dict[int, Any]], EndBias]:
-        """The backward of one class: its values by job and layer, and the bias terms after the last block."""
+        """Run the backward of one class; returns its values by job and layer, and the bias terms after the blocks."""
         if not self.backward:
             return self.values, self.end.end()
         scores = self.scores[:, target]
@@ -346,21 +348,21 @@ class Runner:
         )
 
     def grad(
-        self, outputs: Tensor | Sequence[Tensor], of: Tensor, weights: Tensor | Sequence[Tensor] | None, last: bool
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor, weights: Tensor | Sequence[Tensor] | None, last: bool
     ) -> Tensor:
         """The gradient of the outputs."""
-        return self.grads(outputs, [of], weights, last)[0]
+        return self.grads(outputs, [inputs], weights, last)[0]
 
     def grads(
         self,
         outputs: Tensor | Sequence[Tensor],
-        of: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         weights: Tensor | Sequence[Tensor] | None,
         last: bool,
     ) -> list[Tensor]:
         """The gradients of the outputs with respect to several tensors."""
         try:
-            found = torch.autograd.grad(outputs, of, weights, retain_graph=not last, allow_unused=True)
+            gradients = torch.autograd.grad(outputs, inputs, weights, retain_graph=not last, allow_unused=True)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -368,13 +370,13 @@ class Runner:
                 f"the weights of {self.vit.name} were changed while it was explained; explain it between two steps of "
                 "its training, or explain a copy"
             ) from error
-        return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(of, found, strict=True)]
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
 
 
 def scaled(gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Gradients of tokens, each image scaled by a power of two to fit float16; and the inverse factor [B].
+    """Scale the gradients of each image by a power of two to fit float16; also returns the inverse factors [B].
 
-    Images are independent and the backward is linear, so scaling only changes what is lost to rounding.
+    The backward is linear and images are independent, so only the rounding changes.
     """
     largest = torch.stack([gradient.abs().flatten(1).amax(1) for gradient in gradients]).amax(0)
     power = torch.floor(torch.log2(_MIDDLE / largest)).clamp(-100, 100)
@@ -383,4 +385,4 @@ def scaled(gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 _MIDDLE = 64.0
-"""Exponent of the largest scaled gradient: leaves room below float16's maximum for gradients to grow."""
+"""The largest scaled gradient, far below the maximum of float16, because gradients may grow."""

@@ -214,7 +214,7 @@ Last = Annotated[
 ]
 
 
-def _paired(settings: Settings) -> frozenset[str]:
+def _pair_needs(settings: Settings) -> frozenset[str]:
     parts = {"input": {"x", "g"}, "output": {"x", "y", "gy"}, "auto": {"x", "g", "y", "gy"}}
     return frozenset({"A"} | parts[settings["pair"]])
 
@@ -234,7 +234,7 @@ _PAIRS: dict[str, Mapping[str, Any]] = {"skipplus-code": {"pair": "output"}}
 @layer_map(
     "attixg",
     paper="Qiang et al., NeurIPS 2022",
-    needs=_paired,
+    needs=_pair_needs,
     combine=FIRST,
     constant=_NO_GRADIENT,
     adapts=_pair_of,
@@ -257,7 +257,7 @@ def attixg(b: Evidence, pair: Pair = "auto", last: Last = False) -> Tensor:
 @layer_map(
     "attcat",
     paper="Qiang et al., NeurIPS 2022",
-    needs=_paired,
+    needs=_pair_needs,
     combine=SUM,
     constant=_NO_GRADIENT,
     composable="it already is the sum over the blocks; 'attixg.plus' and 'attixg.skipplus' are its layer maps summed",

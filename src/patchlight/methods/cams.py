@@ -443,14 +443,14 @@ def score_cam(
     low, high = flat.new_empty(2, len(flat))
     per_map = [-1, *[1] * len(ask.vit.grid)]
 
-    def stretched(part: slice) -> Tensor:
+    def scaled_masks(part: slice) -> Tensor:
         up = to_pixels(flat[part], ask.vit.geometry.size, ask.vit.extent, align_corners=True)
         low[part], high[part] = up.flatten(1).amin(1), up.flatten(1).amax(1)
         masks: Tensor = (up - low[part].view(per_map)) / (high[part] - low[part] + 1e-8).view(per_map)
         return masks
 
     filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-    scores = ask.score_variants(MadeMasks(owners(ask, maps.shape[1]), stretched, filling))
+    scores = ask.score_variants(MadeMasks(owners(ask, maps.shape[1]), scaled_masks, filling))
     scores = scores.view(*maps.shape[:2], -1)
     if weighting == "softmax":
         weights = scores.softmax(1)

@@ -154,33 +154,33 @@ class Block:
     def __call__(self, x: Tensor, rows: int) -> tuple[Inside, Tensor]:
         """The forward to y [B,r,D]: keys and values of all tokens, but only the first `rows` tokens after attention."""
         qkv = self.qkv(self.norm1(x))
-        q, k, v = self._split(qkv)
+        q, k, v = self._split_heads(qkv)
         o = (q[:, :, :rows] * self.factor @ k.mT).softmax(-1) @ v
         attended = self.out(o.transpose(1, 2).flatten(2))
-        u = x[:, :rows] + _scaled(attended, self.scale1)
+        u = x[:, :rows] + _scale(attended, self.scale1)
         hidden = self.fc1(self.norm2(u))
         added = self.fc2(self.activation(hidden))
-        return Inside(x, qkv, o, attended, u, hidden, added), u + _scaled(added, self.scale2)
+        return Inside(x, qkv, o, attended, u, hidden, added), u + _scale(added, self.scale2)
 
     def attention(self, t: Inside) -> Attention:
         """Queries, keys, values and their products, computed in float64 and then rounded."""
-        q, k, _ = self._split(t.qkv)
+        q, k, _ = self._split_heads(t.qkv)
         products = (q[:, :, : t.u.shape[1]] * self.factor @ k.mT).to(self.like)
         qkv = t.qkv.to(self.like)
-        q, k, v = self._split(qkv)
+        q, k, v = self._split_heads(qkv)
         return Attention(q[:, :, : t.u.shape[1]] * self.factor, k, v, products, products.softmax(-1), qkv)
 
     def gradient(self, t: Inside, s: Attention, g: Tensor, down: bool) -> tuple[Tensor, Tensor]:
         """The gradients of A (G = do v^T) and of x (with `down`; otherwise of u), from the gradient g of y."""
-        g_hidden = _pull_gradient(self.activation, t.hidden, _scaled(g, self.scale2) @ self.fc2.weight)
+        g_hidden = _pull_gradient(self.activation, t.hidden, _scale(g, self.scale2) @ self.fc2.weight)
         g = _pull_gradient(self.norm2, t.u, g_hidden @ self.fc1.weight).add_(g)
-        g_o = (_scaled(g, self.scale1) @ self.out.weight).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        g_o = (_scale(g, self.scale1) @ self.out.weight).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         G = g_o @ s.v.mT
         if not down:
             return G, g
         # the sum over j of A_ij G_ij is o_i do_i
         inner = (G - (t.o * g_o).sum(-1, keepdim=True)).mul_(s.A)
-        g_qkv = self._joined(inner @ s.k * self.factor, inner.mT @ s.q, s.A.mT @ g_o)
+        g_qkv = self._join_heads(inner @ s.k * self.factor, inner.mT @ s.q, s.A.mT @ g_o)
         g_x = _pull_gradient(self.norm1, t.x, g_qkv @ self.qkv.weight)
         g_x[:, : g.shape[1]] += g
         return G, g_x
@@ -192,10 +192,10 @@ class Block:
 
         Norms, activation, softmax and scales do not change relevance.
         """
-        Ru, Ra = add_rule(t.u, _scaled(t.added, self.scale2), R, rules, y)
+        Ru, Ra = add_rule(t.u, _scale(t.added, self.scale2), R, rules, y)
         Rh = linear_rule(self.activation(t.hidden), self.fc2.weight, Ra, rules, t.added, self.fc2.bias)
         Rm = linear_rule(self.norm2(t.u), self.fc1.weight, Rh, rules, t.hidden, self.fc1.bias)
-        x, attended = t.x[:, : t.u.shape[1]], _scaled(t.attended, self.scale1)
+        x, attended = t.x[:, : t.u.shape[1]], _scale(t.attended, self.scale1)
         Rx, Rt = add_rule(x, attended, clone_rule(t.u, Ru.add_(Rm)), rules, t.u)
         mixed = t.o.transpose(1, 2).flatten(2)
         Ro = linear_rule(mixed, self.out.weight, Rt, rules, t.attended, self.out.bias)
@@ -203,16 +203,16 @@ class Block:
         if not down:
             return RA, Rx
         Rq, Rk = product_rule(s.q, s.k.mT, s.products, RA, STABILISER * self.factor)
-        R_qkv = self._joined(Rq, Rk.mT, Rv)
+        R_qkv = self._join_heads(Rq, Rk.mT, Rv)
         Rn = linear_rule(self.norm1(t.x), self.qkv.weight, R_qkv, rules, s.qkv, self.qkv.bias)
         Rn[:, : Rx.shape[1]] += Rx
         return RA, clone_rule(t.x, Rn)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
-    def _joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _join_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B,H,r,d], [B,H,N,d] and [B,H,N,d] as [B,N,3D], with zeros where q has no row."""
         B, H, N, d = k.shape
         joined = k.new_zeros(B, N, 3, H, d)
@@ -250,7 +250,7 @@ class Relevance:
         self.tokens: dict[int, Tensor] = {}
         self.saved: dict[int, Inside] = {}
         with torch.no_grad():
-            self.embedded, self.positions = _embedded(ends, self.images)
+            self.embedded, self.positions = _embed(ends, self.images)
             x = self.embedded + self.positions
             for layer in range(vit.depth):
                 current_watcher().check()
@@ -328,7 +328,7 @@ def _norm(norm: nn.Module | None, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+def _scale(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
 
 
@@ -344,7 +344,7 @@ def _patches(conv: nn.Conv2d, images: Tensor) -> Tensor:
     return F.unfold(images, conv.kernel_size, stride=conv.stride).mT
 
 
-def _embedded(ends: Ends, images: Tensor) -> tuple[Tensor, Tensor]:
+def _embed(ends: Ends, images: Tensor) -> tuple[Tensor, Tensor]:
     conv = ends.projection
     bias = None if conv.bias is None else conv.bias.detach().to(images)
     patches = F.linear(_patches(conv, images), conv.weight.detach().to(images).flatten(1), bias)

@@ -13,11 +13,11 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.anatomy.watching import Unseen
 from patchlight.core.layout import SETS, Layout
 from patchlight.core.registry import Settings
-from patchlight.evidence.ablation import PixelMasks, TokenSubsets
+from patchlight.evidence.ablation import TokenSubsets
 from patchlight.evidence.coalitions import draw_coalitions, members_first, no_coalitions, seen_tokens
-from patchlight.evidence.fills import Fill, drops, fill_images
+from patchlight.evidence.fills import Fill, drops
 from patchlight.methods.base import Ask, Estimate, ablates
-from patchlight.methods.masking import in_sets, owners, removes_tokens, shared_in_sets
+from patchlight.methods.masking import in_sets, owners, removes_tokens, score_patches, shared_in_sets
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
@@ -138,11 +138,7 @@ def kernel_shap(
 
     def value(ask: Ask, z: Tensor) -> Tensor:
         cells = in_sets(z, layout, unit)
-        if removes:
-            return score_coalitions(ask, cells.flatten(1))
-        masks = cells.repeat(len(ask.images), *[1] * len(layout.grid))
-        filling = fill_images(fill, ask.images, ask.vit, ask.seed)
-        return ask.score_variants(PixelMasks(owners(ask, len(z)), masks, filling)).view(len(ask.images), len(z), -1)
+        return score_coalitions(ask, cells.flatten(1)) if removes else score_patches(ask, cells, "patch", fill)
 
     none, full = value(ask, ends).double().cpu().unbind(1)
 

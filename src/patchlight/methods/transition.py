@@ -42,29 +42,24 @@ def feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool = True) -> 
 
     Without the integral, alpha is 1. Methods that explain the same images share the result.
     """
-    name = ("feedback", tuple(rows.tolist()), steps if with_integral else None)
-    return ask.once(name, lambda: _feedback(ask, rows, steps, with_integral))
-
-
-def _feedback(ask: Ask, rows: Tensor, steps: int, with_integral: bool) -> Tensor:
-    last, batch = ask.vit.depth - 1, len(ask.images)
-    alphas = (
-        torch.linspace(0, 1, steps, dtype=ask.images.dtype, device=ask.images.device)
-        if with_integral
-        else ask.images.new_ones(1)
-    )
+    last, images = ask.vit.depth - 1, ask.images
+    begin, count = (0, steps) if with_integral else (1, 1)
+    alphas = torch.linspace(begin, 1, count, dtype=images.dtype, device=images.device)
     job = LayerJob(lambda b: b.G[:, :, rows], frozenset({"A", "G"}), (last,))
-    total: Any = 0.0
 
     def gradients(factors: Tensor) -> Tensor:
-        scaled = (factors.view(-1, *[1] * ask.images.ndim) * ask.images).flatten(0, 1)
-        G: Tensor = ask.run([job], scaled).at(last).unflatten(0, (len(factors), batch))
+        scaled = (factors.view(-1, *[1] * images.ndim) * images).flatten(0, 1)
+        G: Tensor = ask.run([job], scaled).at(last).unflatten(0, (len(factors), len(images)))
         return G
 
-    for factors in alphas.split(max(1, rows_at_once(ask.vit) // batch)):
-        total = total + in_memory(gradients, factors).sum(0)
-    mean: Tensor = total / len(alphas)
-    return mean.relu().mean(1)
+    def compute() -> Tensor:
+        total: Any = 0.0
+        for factors in alphas.split(max(1, rows_at_once(ask.vit) // len(images))):
+            total = total + in_memory(gradients, factors).sum(0)
+        mean: Tensor = total / len(alphas)
+        return mean.relu().mean(1)
+
+    return ask.once(("feedback", tuple(rows.tolist()), steps if with_integral else None), compute)
 
 
 def _layer_pass(ask: Ask, function: Callable[[Evidence], Tensor], needs: set[str], first: int) -> Pass:

@@ -671,14 +671,12 @@ def intervals(
     return {key: percentiles(spread[key], confidence) if key in spread else nothing for key in evaluations}
 
 
-def all_intervals(
-    evaluations: Mapping[K, Evaluation], samples: int = 1000, seed: int = 0
-) -> dict[K, tuple[float, float]]:
+def all_intervals(evaluations: Mapping[K, Evaluation]) -> dict[K, tuple[float, float]]:
     """The interval of each evaluation; those with the same number of images share their resamples."""
     result: dict[K, tuple[float, float]] = {}
     for images in {len(e) for e in evaluations.values()}:
         same_length = {key: e for key, e in evaluations.items() if len(e) == images}
-        result |= intervals(same_length, Resamples(images, samples, seed))
+        result |= intervals(same_length, Resamples(images))
     return result
 
 

@@ -354,7 +354,7 @@ def _token_limits(insert: bool) -> Callable[[Mapping[str, Any]], tuple[float, fl
     return limits
 
 
-def _token_measured(
+def _token_area(
     ask: Measure,
     insert: bool,
     quantity: TokenQuantity,
@@ -423,7 +423,7 @@ def token_deletion(
     Args:
         quantity: "accuracy" (lower is better) or "aopc", p(y|x) - p(y|x_r) (higher is better).
     """
-    return _token_measured(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
+    return _token_area(ask, False, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
 
 
 @_token_metric(
@@ -450,4 +450,4 @@ def token_insertion(
     Args:
         quantity: "accuracy" (higher is better) or "aopc" (lower is better).
     """
-    return _token_measured(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
+    return _token_area(ask, True, quantity, form, integrator, ask.of(target_class), (points, low, high), score)
