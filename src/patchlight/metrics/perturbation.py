@@ -44,7 +44,10 @@ Points = Annotated[int, Field(ge=2, description="Number of levels from 0 to 100 
 TokenQuantity = Literal["accuracy", "aopc"]
 Form = Annotated[
     Literal["area", "percent", "higher"],
-    Field(description="The area, the area in per cent, or the per cent subtracted from 100 if lower is better."),
+    Field(
+        description="'area'; 'percent', 100 times the area; or 'higher', the same, subtracted from 100 if lower is "
+        "better."
+    ),
 ]
 Levels = Annotated[int, Field(ge=1, description="Number of levels.")]
 Low = Annotated[float, Field(ge=0, le=1, description="The first fraction.")]

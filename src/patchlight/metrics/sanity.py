@@ -316,7 +316,7 @@ def random_floor(
     ssim_window: Window = "gaussian",
     cell: Cell = 16,
 ) -> Measured:
-    """Mean similarity of the map to random maps: the expected value of `randomisation` for a random map.
+    """Mean similarity of the map to random maps: a reference value for `randomisation`.
 
     The random maps are uniform in [0, 1], at the resolution of the map.
 
