@@ -1,13 +1,14 @@
 # make demo: explain the bundled photographs.   make test: lint, types and tests.   make test-all: the long ones too.
 # make test-cpus: the numeric tests as other processors would run them, and the margins they leave.
 # make test-page: the page in a browser, its API under random, hostile and many clients. SOAK=no leaves out the many.
-# make mutants: 100 random faults in the engine, metrics and studies; lists those that no test notices.
+# make mutants: 100 random faults in the engine, metrics and studies; lists those that no test notices. MUTANTS=30: fewer.
 # make docs: the documentation, into build/docs/html; tutorials are executed, links are checked, warnings are errors.
 # make figures: draw the pictures of README and docs again.
 # make dist: wheel and source archive, checked.   make test-wheel: that wheel alone in an empty environment.
 # make test-versions: the lowest and highest versions of what is required.   make release: is all ready? It uploads nothing.
 PYTHON ?= python3
 VENV   ?= .venv
+MUTANTS ?= 100
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
@@ -46,7 +47,7 @@ test-versions: $(VENV)/.stamp-dev
 	$(BIN)/python -m tools.versions
 
 mutants: $(VENV)/.stamp-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants --count $(MUTANTS)
 
 test-accelerator:
 	$(PYTHON) -m pytest -m accelerator $$(grep -rl --include='*.py' mark.accelerator tests)  # alone: such machines may lack what other tests import

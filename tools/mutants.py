@@ -29,6 +29,7 @@ TESTS = {
     "metrics": "metrics/test_base.py metrics/test_perturbation.py metrics/test_contract.py",
     "metrics/quantities.py": "metrics/test_perturbation.py metrics/test_localisation.py metrics/test_complexity.py",
     "study": "study/test_compare.py study/test_ranking.py study/test_unusual_maps.py",
+    "study/files.py": "cli/test_evaluate.py",
     "study/cost.py": "bench/test_estimate.py study/test_compare.py",
     "study/recommend": "study/test_verdict.py study/test_race.py study/test_recommend.py",
     "study/recommend/race.py": "study/test_race.py study/test_verdict.py",

@@ -15,12 +15,20 @@ from safetensors.torch import save_file
 import patchlight as pl
 from patchlight.core.images import open_image
 from patchlight.data import Data, Sample
+from patchlight.study.files import MeasureTask
 from tests.cli.test_cli import folder as folder
 from tests.cli.test_cli import refused, run
 from tests.cli.test_cli import tiny as tiny
 from tests.core.test_images import noise
 
 QUICK = ("--set", "insertion.steps=4", "--set", "deletion.steps=4")
+
+
+def test_label_is_the_true_class_unless_a_class_is_called_so(tiny: pl.Anatomy) -> None:
+    task = MeasureTask([], [], target="label")
+    for labels, truth in ((None, True), (["cat", "dog"], True), (["cat", "label"], False)):
+        tiny.labels = labels
+        assert task.by_label(tiny) == truth
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from patchlight.metrics.base import (
     resolve_metric,
 )
 from tests.families import images, shared
+from tests.videos import clips, tiny_video
 
 VIT = "vit"
 
@@ -77,6 +78,13 @@ def first_pixel() -> Iterator[str]:
 def test_wrong_maps_are_refused(given: Any, words: str) -> None:
     with pytest.raises(pl.PatchlightError, match=words):
         evaluate(given)
+
+
+def test_maps_of_clips_have_the_axes_of_the_grid() -> None:
+    vit, batch = tiny_video(), clips()
+    assert pl.evaluate(vit, batch, torch.rand(2, *vit.grid), "gini").values.isfinite().all()
+    with pytest.raises(pl.PatchlightError, match=r"maps are \[2, 4, 5\]; give them on the grid \[2, 4, 4\]"):
+        pl.evaluate(vit, batch, torch.rand(2, 2, 4, 5), "gini")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +179,9 @@ def test_the_class_is_the_one_asked_the_true_one_or_the_prediction() -> None:
     assert ask.of("given").index.flatten().tolist() == [5, 6]
     assert ask.of("label").index.flatten().tolist() == [2, 3]
     assert ask.of("prediction").index.flatten().tolist() == vit.logits(batch).argmax(1).tolist()
+    ask = Measure(vit, batch, maps(), Targets(torch.tensor([[5], [6]])), None)
+    with pytest.warns(UndefinedMetric, match="the true classes are not known"):
+        assert ask.of("label").index.flatten().tolist() == [5, 6]
 
 
 def test_one_metric_under_several_names() -> None:
