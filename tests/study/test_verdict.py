@@ -157,6 +157,16 @@ def test_the_order_of_cells_does_not_matter_and_lower_may_be_better() -> None:
     assert decide(turned).best == "good"
 
 
+def test_a_folder_that_was_moved_ends_the_run_and_can_be_resumed(tmp_path: Path) -> None:
+    made = RaceRecord.begin(about(MEANS, 8), tmp_path / "here")
+    made.add(0, "good", "srg", 0.5)
+    (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(PatchlightError, match="the folder was moved or deleted during the run"):
+        made.add(1, "good", "srg", 0.4)
+    assert not (tmp_path / "here").exists()
+    assert len(resumed(tmp_path / "there")) == 1
+
+
 def resumed(folder: Path) -> RaceRecord:
     found = RaceRecord.resume(folder)
     assert found is not None

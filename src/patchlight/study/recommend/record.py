@@ -120,6 +120,11 @@ class RaceRecord:
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._path is None:
             return
+        if "header" not in line and not self._path.exists():
+            raise PatchlightError(
+                f"'{self._path}' is missing: the folder was moved or deleted during the run; give its place now "
+                "as out=…, with resume=True"
+            )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
