@@ -52,7 +52,7 @@ def test_the_first_blocks_of_figure_7_are_blocks_of_the_model(name: str, depth: 
         assert len(timm.create_model(model.name.partition(".")[0]).blocks) == depth
     starts: dict[str, set[int]] = {}
     for spec in recipe.methods.values():
-        starts.setdefault(spec.registered, set()).add(spec.request.settings.get("start", 0))
+        starts.setdefault(spec.registered_name, set()).add(spec.request.settings.get("start", 0))
     for method in ("decompx", "ixg", "genatt"):
         assert {0, depth // 2} <= starts[method], "PLUS and SkipPLUS are among them"
         assert max(starts[method]) < depth

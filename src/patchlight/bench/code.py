@@ -52,13 +52,16 @@ def describe_value(value: Any, seen: frozenset[int] = frozenset()) -> Any:
         return describe_value([value.func, value.args, value.keywords], seen)
     for inner in ("__func__", "__wrapped__", "fget", "func"):  # methods, caches and properties
         if hasattr(value, inner):
-            return [describe_value(getattr(value, inner), seen), describe_value(getattr(value, "__self__", None), seen)]
+            return [
+                describe_value(getattr(value, inner), seen),
+                describe_value(getattr(value, "__self__", None), seen),
+            ]
     if is_dataclass(value):
         return [
             describe_value(type(value), seen),
             {f.name: describe_value(getattr(value, f.name), seen) for f in fields(value)},
         ]
-    attributes = getattr(value, "__dict__", None) if not _installed(type(value).__module__) else None
+    attributes = getattr(value, "__dict__", None) if not _is_installed(type(value).__module__) else None
     return [describe_value(type(value), seen), describe_value(attributes, seen) if attributes else _plain(value)]
 
 
@@ -66,7 +69,7 @@ def _describe_definition(value: Any, seen: frozenset[int]) -> Any:
     """A function, class or module: its name; if it is the user's, also its files or code."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
     name = f"{home}.{getattr(value, '__qualname__', '')}"
-    if _installed(home):
+    if _is_installed(home):
         return name
     module = sys.modules.get(home)
     if getattr(module, "__file__", None):
@@ -120,7 +123,7 @@ def _in_library(path: str) -> bool:
     return str(Path(path).resolve()).startswith(_LIBRARIES)
 
 
-def _installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     """Whether a module is installed or part of Patchlight, whose source is hashed as a whole."""
     root = module.partition(".")[0]
     if root == "patchlight" or root in sys.stdlib_module_names:

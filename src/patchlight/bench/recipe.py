@@ -119,17 +119,17 @@ def _check_label(kind: str, label: str, labels: Collection[str], keys: Keys, err
 def _check_table(
     table: str, kind: type[T], specs: Mapping[str, T], quick: Mapping[str, Mapping[str, Any]], error_at: ErrorAt
 ) -> None:
-    def registered(spec: T, keys: Keys, **settings: Any) -> str:
+    def check(spec: T, keys: Keys, **settings: Any) -> str:
         try:
-            return spec.changed(**settings).registered if settings else spec.registered
+            return spec.changed(**settings).registered_name if settings else spec.registered_name
         except PatchlightError as error:
             raise error_at(keys, error) from error
 
-    registered_names = {registered(spec, (table, label)) for label, spec in specs.items()}
+    registered_names = {check(spec, (table, label)) for label, spec in specs.items()}
     for name, values in quick.items():
         if name not in registered_names:
             raise error_at(("quick", table, name), f"the recipe has no '{name}'; {nearest(name, registered_names)}")
-        registered(kind.model_validate(name), ("quick", table, name), **values)
+        check(kind.model_validate(name), ("quick", table, name), **values)
 
 
 def _check_published(recipe: Recipe, error_at: ErrorAt) -> None:
@@ -153,7 +153,7 @@ def with_quick_settings(recipe: Recipe) -> Recipe:
 
     def change(specs: Mapping[str, T], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, T]:
         shown = {label: spec for label, spec in specs.items() if label not in quick.leave_out}
-        return {label: spec.changed(**settings.get(spec.registered, {})) for label, spec in shown.items()}
+        return {label: spec.changed(**settings.get(spec.registered_name, {})) for label, spec in shown.items()}
 
     changes: dict[str, Any] = {
         "methods": change(recipe.methods, quick.methods),

@@ -164,10 +164,10 @@ class _Collector:
 
     def _place(self, column: Any, axis: str) -> Array:
         """The index of each row's name on an axis; -1 if it is not in the plan."""
-        return _mapped(column, lambda name: self.places[axis].get(name or "", -1))
+        return _map_words(column, lambda name: self.places[axis].get(name or "", -1))
 
     def _word_indices(self, column: Any) -> Array:
-        return _mapped(column, lambda word: self.words.setdefault(word or "", len(self.words)))
+        return _map_words(column, lambda word: self.words.setdefault(word or "", len(self.words)))
 
     def _add_curves(self, metric: str, lists: Any, rows: Array, model: Array, method: Array, points: int) -> None:
         """Add the curves of these rows to the sums and counts of each method, point by point."""
@@ -235,7 +235,7 @@ class _Collector:
         )
 
 
-def _mapped(column: Any, place: Callable[[str | None], int]) -> Array:
+def _map_words(column: Any, place: Callable[[str | None], int]) -> Array:
     """A number for each row of a column of words; each distinct word is looked up once."""
     coded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
     numbers = np.array([place(word) for word in coded.dictionary.to_pylist()], dtype=np.int32)

@@ -176,11 +176,11 @@ def critical_difference(methods: int, images: int) -> float:
     """Nemenyi's critical difference of mean ranks: q sqrt(k (k+1) / (6 N)), q the studentized range over sqrt 2."""
     if methods < 2 or images < 1:
         return math.inf
-    return _studentized(methods) / math.sqrt(2) * math.sqrt(methods * (methods + 1) / (6 * images))
+    return _studentized_range(methods) / math.sqrt(2) * math.sqrt(methods * (methods + 1) / (6 * images))
 
 
 @cache
-def _studentized(methods: int) -> float:
+def _studentized_range(methods: int) -> float:
     """Upper quantile of the studentized range; cached because the integral is slow."""
     from scipy.stats import studentized_range
 

@@ -61,16 +61,16 @@ class Files(NamedTuple):
 
     @property
     def damaged(self) -> list[Path]:
-        return [path for path in self if path is not None and _verified(path) is None]
+        return [path for path in self if path is not None and _read_verified(path) is None]
 
     def table(self, columns: list[str] | None = None) -> Any:
         """The rows as a table; None if they are missing or damaged."""
-        return table_of(_verified(self.rows), columns)
+        return table_of(_read_verified(self.rows), columns)
 
     def read_maps(self, images: Collection[str] | None = None) -> Maps:
         """The maps; empty if they are missing or damaged, or if they are of none of `images`."""
         maps = Maps() if self.maps is None else maps_of(self.maps, images)
-        return maps if maps.images and _verified(self.maps) is not None else Maps()
+        return maps if maps.images and _read_verified(self.maps) is not None else Maps()
 
 
 class Store:
@@ -109,7 +109,7 @@ class Store:
     def owned(self, shard: Shard) -> Iterator[None]:
         """Own a shard; an error if another process owns it, or works on the run with another number of shards."""
         folder = self.folder_of(shard)
-        with _locked(folder / "lock") as lock:
+        with _lock(folder / "lock") as lock:
             if not lock:
                 raise PatchlightError(f"{_holder(folder)} is working on {self._name(folder)}; wait until it ends")
             for other in self.busy():
@@ -131,7 +131,7 @@ class Store:
         folders = []
         for folder in self.shards():
             if (folder / "lock").exists():
-                with _locked(folder / "lock", 0) as lock:
+                with _lock(folder / "lock", 0) as lock:
                     folders += [] if lock else [folder]
         return folders
 
@@ -149,7 +149,7 @@ class Store:
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
         """Hold the lock for bringing the folder in line with a plan."""
-        with _locked(self.folder / "plan.lock", -1):
+        with _lock(self.folder / "plan.lock", -1):
             yield
 
     def sweep(self, folders: Iterable[Path]) -> None:
@@ -292,7 +292,7 @@ class Store:
                 for i, unit in enumerate(files.values()):
                     table = unit.table()
                     damaged = [unit.rows] if table is None else []
-                    damaged += [unit.maps] if _verified(unit.maps) is None else []
+                    damaged += [unit.maps] if _read_verified(unit.maps) is None else []
                     notes.update(f"{_damage(p)} and left out; the same `bench run` repairs it" for p in damaged if p)
                     if table is not None:
                         yield table
@@ -339,7 +339,7 @@ def checksum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _verified(path: Path | None) -> bytes | None:
+def _read_verified(path: Path | None) -> bytes | None:
     """The content of a file; None if it is missing or does not match the checksum in its name."""
     try:
         data = path.read_bytes() if path is not None else None
@@ -382,7 +382,7 @@ def _move(files: Files, root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, seconds: float = MOMENT) -> Iterator[FileLock | None]:
+def _lock(path: Path, seconds: float = MOMENT) -> Iterator[FileLock | None]:
     """Hold a lock; yields None if another process holds it for longer than `seconds`. -1 waits forever."""
     lock = FileLock(path)
     try:

@@ -238,12 +238,12 @@ def as_markdown(run: RunTables, against: str | None = None) -> str:
     head = [f"{n} {run.arrow(n)}" for n in metrics]
     names = {m: f"{m} ({badge})" if (badge := run.badge(m)) else m for m in methods}
     for model in run.models:
-        lines += [f"## {_markdown(model)}", ""]
+        lines += [f"## {_escape_markdown(model)}", ""]
         for table in run.tables(model):
             cells = {m: [_markdown_cell(table.text(model, m, n)) for n in metrics] for m in methods}
             rows = [[names[m], *cells[m], run.seconds_text(model, m)] for m in methods]
             lines += [table.caption(model), "", *markdown_table(["method", *head, "s/image"], rows), ""]
-        undefined = [f"- {_markdown(line)}." for line in run.undefined_lines(model)]
+        undefined = [f"- {_escape_markdown(line)}." for line in run.undefined_lines(model)]
         lines += [*undefined, *([""] if undefined else [])]
         if against is not None:
             gaps = method_gaps(run.results, run.recipe, model, against)
@@ -252,8 +252,8 @@ def as_markdown(run: RunTables, against: str | None = None) -> str:
             ]
             lines += [f"{GAPS}.", "", *markdown_table([f"difference to {against}", *head], rows), ""]
         lines += _rank_lines(run, model)
-    lines += [f"- {count} values failed: {_markdown(reason)}." for reason, count in run.results.failures.items()]
-    lines += [f"- Note: {_markdown(note)}." for note in run.notes]
+    lines += [f"- {count} values failed: {_escape_markdown(reason)}." for reason, count in run.results.failures.items()]
+    lines += [f"- Note: {_escape_markdown(note)}." for note in run.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -261,7 +261,7 @@ def _markdown_cell(cell: CellText) -> str:
     number = {"best": f"**{cell.mean}**", "tied": f"{cell.mean}†", "": cell.mean}[cell.mark]
     interval = f" [{cell.low}, {cell.high}]" if cell.low else ""
     count = f" ({cell.count})" if cell.count else ""
-    return f"{number}{interval}{_published(cell)}{count}"
+    return f"{number}{interval}{_published_number(cell)}{count}"
 
 
 def _gap_cell(run: RunTables, model: str, gap: Gap, metric: str) -> str:
@@ -269,19 +269,19 @@ def _gap_cell(run: RunTables, model: str, gap: Gap, metric: str) -> str:
     return format_gap(gap, run.recipe.metrics[metric]) + (f" ({count})" if count else "")
 
 
-def _published(cell: CellText) -> str:
+def _published_number(cell: CellText) -> str:
     """The paper's number, in brackets after a measured one."""
     return f" ({cell.published})" if cell.published and cell.mean not in ("failed", "–") else ""
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     def line(row: Sequence[str]) -> str:
-        return "| " + " | ".join(map(_markdown, row)) + " |"
+        return "| " + " | ".join(map(_escape_markdown, row)) + " |"
 
     return [line(head), "|" + " --- |" * len(head), *map(line, rows)]
 
 
-def _markdown(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Text on one line, escaped so that it cannot start a table cell or HTML."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
@@ -316,18 +316,18 @@ def as_latex(run: RunTables) -> str:
         metrics = list(run.recipe.metrics)
         out += [f"% {table.caption(model)}"] if run.incomplete else []
         out += [r"\begin{tabular}{l" + "r" * len(metrics) + "r}", r"\toprule"]
-        head = [f"{_latex(n)} {_latex(run.arrow(n))}" for n in metrics]
-        out += [" & ".join([_latex(model), *head, "s/image"]) + r" \\", r"\midrule"]
+        head = [f"{_escape_latex(n)} {_escape_latex(run.arrow(n))}" for n in metrics]
+        out += [" & ".join([_escape_latex(model), *head, "s/image"]) + r" \\", r"\midrule"]
         for method in run.recipe.methods:
             numbers = [_latex_cell(table.text(model, method, n)) for n in metrics]
-            seconds = _latex(run.seconds_text(model, method))
-            name = _latex(method) + (rf" {{\scriptsize ({badge})}}" if (badge := run.badge(method)) else "")
+            seconds = _escape_latex(run.seconds_text(model, method))
+            name = _escape_latex(method) + (rf" {{\scriptsize ({badge})}}" if (badge := run.badge(method)) else "")
             out.append(" & ".join([name, *numbers, seconds]) + r" \\")
         out += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(out)
 
 
-def _latex(text: str) -> str:
+def _escape_latex(text: str) -> str:
     return text.translate(_LATEX)
 
 
@@ -337,4 +337,4 @@ def _latex_cell(cell: CellText) -> str:
     number = {"best": rf"\textbf{{{cell.mean}}}", "tied": rf"{cell.mean}$^\dagger$", "": cell.mean}[cell.mark]
     half = rf" {{\scriptsize$\pm${cell.half}}}" if cell.half else ""
     count = rf" {{\scriptsize ({cell.count})}}" if cell.count else ""
-    return f"{number}{half}{_published(cell)}{count}"
+    return f"{number}{half}{_published_number(cell)}{count}"

@@ -238,7 +238,7 @@ def describe_run(
         "Images": "as given"
         if view is None
         else f"{view.size[0]}×{view.size[1]} pixels, {view.fit}, {view.interpolation}, "
-        f"the central {percent(view.crop_pct)}, mean {_listed(view.mean)}, standard deviation {_listed(view.std)}",
+        f"the central {percent(view.crop_pct)}, mean {_join(view.mean)}, standard deviation {_join(view.std)}",
         "Test": f"{trial.steps} steps; {removal}; {trial.randoms} random orders, seed {trial.seed}",
         "Versions": ", ".join(f"{name} {version}" for name, version in first.versions.items()),
     }
@@ -397,5 +397,5 @@ def _number(value: float | torch.Tensor) -> str:
     return f"{float(value):.3f}" if math.isfinite(value) else "not defined"
 
 
-def _listed(numbers: Sequence[float]) -> str:
+def _join(numbers: Sequence[float]) -> str:
     return "/".join(f"{number:.4g}" for number in numbers)

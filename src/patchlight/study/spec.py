@@ -27,7 +27,7 @@ class MethodSpec(OpenSpec):
         return resolve(self.method, self.settings)
 
     @property
-    def registered(self) -> str:
+    def registered_name(self) -> str:
         """The registered name of the method."""
         return self.request.method.name
 
@@ -54,6 +54,6 @@ class MetricSpec(OpenSpec):
         return resolve_metric(self.metric, self.settings)
 
     @property
-    def registered(self) -> str:
+    def registered_name(self) -> str:
         """The registered name of the metric."""
         return self.request.metric.name

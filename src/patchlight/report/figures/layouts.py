@@ -109,7 +109,7 @@ def _with_gates(drawing: Drawing, rivals: Methods) -> dict[str, Any]:
 
 
 @layout
-def composed(
+def compositions(
     drawing: Drawing, shown: Count = 2, methods: Methods = NO_METHODS, composed: Methods = NO_METHODS
 ) -> Figure:
     """Two rows per image: the methods, and below them the same methods under another composition."""
@@ -191,7 +191,7 @@ def _true_classes(drawing: Drawing) -> Tensor:
 
 
 @layout
-def deleted(
+def deletion(
     drawing: Drawing,
     shown: Count = 1,
     methods: Methods = NO_METHODS,

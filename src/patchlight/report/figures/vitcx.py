@@ -75,7 +75,7 @@ def impacts(drawing: Drawing, sigma: float = SIGMA, layer: str = NORM1) -> list[
 
 
 @layout
-def measured(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Methods = NO_METHODS) -> Figure:
+def maps_with_scores(drawing: Drawing, shown: Count = 4, steps: Count = 224, methods: Methods = NO_METHODS) -> Figure:
     """A row per image: the maps of the predicted class, and below each its deletion and insertion."""
     drawing = drawing.of_prediction()
     attributions = drawing.explain(methods)
