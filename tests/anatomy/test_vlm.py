@@ -297,7 +297,8 @@ def test_attention_of_a_tower_is_within_views() -> None:
 def test_sizes_of_tiled_images() -> None:
     model = build("llava_next")
     with pytest.warns(AssumedPreprocess, match="are assumed to be resized to 64 x 128 pixels"):
-        assert pl.wrap(model).preprocess.size == (64, 128)
+        assumed = pl.wrap(model).preprocess
+    assert (assumed.size, assumed.fit) == ((64, 128), "squash")  # nothing of a photograph is cut off
     with pytest.raises(PatchlightError, match=r"it cuts images of the sizes \[\[64, 128\], \[128, 64\]\] into tiles"):
         pl.wrap(model, preprocess=pl.Preprocess((64, 64)))
     with pytest.raises(PatchlightError, match=r"448 x 448 pixels: this is an image in too many tiles .49, at most 36"):

@@ -19,7 +19,7 @@ from patchlight.core.errors import AssumedPreprocess, PatchlightError, Unsupport
 from patchlight.core.images import Preprocess
 
 KNOWN: Mapping[str, Preprocess] = {
-    kind: CLIP if kind.startswith(("Llava", "InternVL", "Qwen2")) else SIGLIP for kind in ANSWERING
+    kind: CLIP if kind.startswith(("LlavaFor", "LlavaNext", "InternVL", "Qwen2")) else SIGLIP for kind in ANSWERING
 }
 """The preprocessing of the tower that each model was published with."""
 _UNSIZED = (448, 448)
@@ -166,7 +166,7 @@ def preprocess_of(model: Any, processor: Any, name: str) -> Preprocess:
         size = min(pinpoints, key=lambda each: (each[0] != each[1], math.prod(each)))
     images = getattr(processor, "image_processor", processor)
     if images is None:
-        assumed = replace(known, size=size)
+        assumed = replace(known, size=size, fit="squash" if cut else known.fit)
         warn(
             f"{name} has no processor, so images are assumed to be resized to {size[0]} x {size[1]} pixels, mean "
             f"{list(known.mean)}, std {list(known.std)}; give processor= or preprocess=pl.Preprocess(…)",
