@@ -233,7 +233,9 @@ class AnswersAnatomy(TaskAnatomy):
         def stop(number: int | None, site: Site) -> Any:
             if not any(site.module is layer for layer in sites.heads):
                 return site.run()
-            entered.append(site.tokens[:, self._visual_places.to(site.tokens.device)])
+            all_tokens = site.tokens[:, : self.image_tokens]
+            ends_lines = self.visual < self.image_tokens
+            entered.append(all_tokens[:, self._visual_places.to(all_tokens.device)] if ends_lines else all_tokens)
             if len(entered) > (len(sites.heads) - 1 if self.added is None else self.added):
                 raise Entered(torch.cat(entered, 2))
             return torch.zeros_like(site.tokens)  # so that what enters the next block is what is added
