@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 import numpy as np
 import pytest
@@ -915,6 +916,25 @@ def test_an_error_of_the_sentence_is_not_kept(browser: Browser, server: Server) 
         visit.page.locator("[data-testid^=enlarge-]:not([data-testid=enlarge-genatt])").first.click()
         expect(visit.get("map-name")).to_contain_text("(auto)")
         expect(visit.get("sentence")).to_contain_text("Hiding the")
+
+
+@pytest.mark.page
+def test_a_link_puts_no_code_into_the_lines_of_python(browser: Browser) -> None:
+    """What a link says is text in them; a question with other names than the API's is ignored, and the page works."""
+    code = "__import__('os').getcwd()"
+    heads: list[Any] = [{"kind": "box", "box": [[code]]}, {"kind": "box", "box": "x"}, {"kind": f"box({code})"}]
+    heads += [{"kind": "box", f"x={code}, y": 1}, {"kind": "box", "label": {"a": code}}, {"kind": [code]}, {"box": 3}]
+    links = [f"set=ixg.start={quote(json.dumps([code]))}", *(f"head={quote(json.dumps(head))}" for head in heads)]
+    with beside(ModelService(pl.load("pocket-detector"))) as url, visiting(browser, url) as visit:
+        for link in links:
+            visit.page.goto("about:blank")
+            visit.open(f"/#image=cat&methods=ixg&{link}")
+            until(visit, lambda: "pl.explain" in visit.get("python").inner_text(), "the lines of Python")
+            names = {
+                node.id for node in ast.walk(ast.parse(visit.get("python").inner_text())) if isinstance(node, ast.Name)
+            }
+            assert "__import__" not in names, link
+        visit.well(expected=("400", "422"))
 
 
 @pytest.mark.page

@@ -10,7 +10,8 @@ export function python(text) {
 export function pythonValue(value) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
-  return typeof value === "string" ? python(value) : String(value);
+  if (Array.isArray(value)) return `(${value.map(pythonValue).join(", ")})`;
+  return typeof value === "number" ? String(value) : python(typeof value === "string" ? value : JSON.stringify(value));
 }
 
 /** A word quoted for a POSIX shell. */
@@ -27,9 +28,8 @@ export function className(index, labels) {
 
 /** The question for a model that is not a classifier, as a call of `pl.heads`. */
 function headCall({ kind, ...fields }) {
-  const value = (each) => (Array.isArray(each) ? `(${each.map(pythonValue).join(", ")})` : pythonValue(each));
   const given = Object.entries({ ...fields, ...(kind === "answer" && { force: true }) });
-  return `pl.heads.${kind[0].toUpperCase()}${kind.slice(1)}(${given.map(([key, each]) => `${key}=${value(each)}`).join(", ")})`;
+  return `pl.heads.${kind[0].toUpperCase()}${kind.slice(1)}(${given.map(([key, each]) => `${key}=${pythonValue(each)}`).join(", ")})`;
 }
 
 /**

@@ -172,11 +172,12 @@ function setting(text) {
   }
 }
 
-/** The object that a text of JSON describes; null for anything else, or if it is long. The server checks its fields. */
-function json(text) {
+/** The question that a text of JSON describes; null for anything else, or if it is long. The server checks its values. */
+function headOf(text) {
   try {
-    const value = text && text.length <= 4000 ? JSON.parse(text) : null;
-    return value && typeof value === "object" && !Array.isArray(value) ? value : null;
+    const head = text && text.length <= 4000 ? JSON.parse(text) : null;
+    const named = head && [head.kind, ...Object.keys(head)].every((name) => typeof name === "string" && /^[a-z_]{1,20}$/.test(name));
+    return named && Array.isArray(head.box ?? []) ? head : null;
   } catch {
     return null;
   }
@@ -199,7 +200,7 @@ export function read(fragment) {
   matching("template", /^.{1,300}$/s);
   const opacity = Number.parseFloat(query.get("opacity"));
   if (opacity >= 0 && opacity <= 1) view.opacity = opacity;
-  view.head = json(query.get("head"));
+  view.head = headOf(query.get("head"));
   view.texts = query.getAll("text").map((text) => text.trim()).filter(Boolean).slice(0, 64);
   const names = (query.get("methods") ?? "").split(",").filter((name) => /^[A-Za-z0-9_.+-]{1,100}$/.test(name));
   if (names.length) {
