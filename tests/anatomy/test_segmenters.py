@@ -334,13 +334,14 @@ def test_no_patch_is_taken_out_of_a_grid(kind: str) -> None:
 
 
 def test_tis_paints_patches_where_none_can_be_taken_out() -> None:
-    """Models with one grid only: TIS clusters the outputs of blocks, which differ in size between stages."""
+    """Its masks are clusters of the outputs of blocks, or of the stage at which a model is opened."""
     vit, photo = pl.load("pocket-segmenter"), PHOTOS / "dog.jpg"
     head = pl.heads.Region(box=(40, 40, 160, 160))
     assert pl.explain(vit, photo, "tis", head=head, unit="patch", samples=8).scores.std() > 0
     segformer = opened("SegformerForSemanticSegmentation")
+    assert pl.explain(segformer, inputs(segformer), "tis", unit="patch", samples=8).scores.std() > 0
     with pytest.raises(Unsupported, match="'tis' does not work here"):
-        pl.explain(segformer, inputs(segformer), "tis", unit="patch")
+        pl.explain(segformer, inputs(segformer), "tis", unit="token")
 
 
 def test_the_energy_of_a_map_in_a_region() -> None:

@@ -209,7 +209,7 @@ class Anatomy(Readout):
         computing, views = Computing(dtype, products, only), self.running.views
         with self.running.lock:
             if computing not in views:
-                views[computing] = self.copy_with()
+                views[computing] = self.copy_with(_computing=computing)
             view = cast(Self, views[computing])
             if self.question is not None:  # several questions share it
                 view = view.copy_with(running=view.running)
