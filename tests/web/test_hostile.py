@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from PIL import ExifTags, Image, PngImagePlugin
 from starlette.responses import PlainTextResponse
 
@@ -164,12 +165,14 @@ def test_the_largest_picture_is_in_memory_twice_at_most(mode: str, turned: int) 
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def decode() -> None:
+        torch.set_num_threads(1)  # a fork has none of the threads
         before = psutil.Process().memory_info().rss / 2**20
         image = store.add(data)
         sender.send((image.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before))
 
     child = multiprocessing.get_context("fork").Process(target=decode)
     child.start()
+    assert receiver.poll(120)
     size, grown = receiver.recv()
     child.join()
     assert size == ((5000, 8000) if turned == 6 else (8000, 5000))
