@@ -40,6 +40,9 @@ def test_a_missed_object(tmp_path: Path) -> None:
     (image,) = json.loads(command(*DETECTOR, *asked))["images"]
     assert image["target"]["label"].startswith("circle at ")
     assert image["predictions"][0]["label"].startswith("star ")
+    contrast = ("--target", "0", "--against", "1", "--force")
+    (image,) = json.loads(command(*DETECTOR, *asked, *contrast))["images"]
+    assert image["against"]["label"].startswith("star at ")
 
 
 def test_regions(tmp_path: Path) -> None:
@@ -61,6 +64,8 @@ def test_regions(tmp_path: Path) -> None:
         ((*SEGMENTER, "--region", "9,9,9,20"), "is empty; give (left, top, right, bottom)", 3),
         ((*SEGMENTER, "--region", "35,29,64,58", "--label", "star"), "has no class 'star' in this region", 3),
         ((*DETECTOR, "--detections", "999999999"), "--detections 999999999 is not possible; give 1 to 1000", 2),
+        ((*SEGMENTER, "--point", "300,3"), "point [300, 3] lies outside the image", 3),
+        ((*SEGMENTER, "--region", "9,9,20,20", "--against-region", "1,1,5,5"), "contrasted with another class", 2),
         ((*SEGMENTER, "--detections", "2"), "and pocket-segmenter is a model for segmentation", 2),
     ],
 )

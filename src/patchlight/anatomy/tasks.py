@@ -68,7 +68,7 @@ class TaskAnatomy(CrossedAnatomy):
         """
         preprocess, photo_size = self.framed(size)
         left, top, right, bottom = (float(side) for side in box)
-        named = f"{what} [{', '.join(f'{float(side):g}' for side in box)}]"
+        named = f"{what} [{', '.join(f'{float(side):g}' for side in (box[:2] if what == 'point' else box))}]"
         if not left < right or not top < bottom:
             raise PatchlightError(f"{named} is empty; give (left, top, right, bottom) with left < right, top < bottom")
         moved = preprocess.boxes(torch.tensor([[left, top, right, bottom]]), photo_size)

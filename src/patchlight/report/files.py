@@ -111,8 +111,12 @@ class ExplainTask:
             if self.against is not None:
                 raise PatchlightError("--against needs --target, the class it is contrasted with")
             return None
-        target = read_class(self.target, vit.outcomes, vit.labels)
-        return target if self.against is None else (target, read_class(self.against, vit.outcomes, vit.labels))
+        texts = [text for text in (self.target, self.against) if text is not None]
+        if vit.question is not None:  # each image has labels of its own
+            classes: list[Any] = [int(text) if text.isdigit() else text for text in texts]
+        else:
+            classes = [read_class(text, vit.outcomes, vit.labels) for text in texts]
+        return classes[0] if self.against is None else (classes[0], classes[1])
 
 
 @dataclass(frozen=True)

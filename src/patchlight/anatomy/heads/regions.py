@@ -78,6 +78,11 @@ class Region(Question):
             raise PatchlightError(
                 f"{vit.name} is a model for depth and has no classes; leave out label, predicted and statistic='share'"
             )
+        if vit.task != "depth" and self.against is not None and not np.isscalar(self.against):
+            raise PatchlightError(
+                f"{vit.name} is a model for {vit.task}, so a region is contrasted with another class; two regions are "
+                "compared in models for depth"
+            )
         if vit.task == "depth" or self.against is not None:
             question.outputs = Outputs("none")
         return question
@@ -212,7 +217,7 @@ def pixels_of(vit: Any, where: Any, size: tuple[int, int] | None) -> Tensor:
     height, width = vit.preprocess.size
     if isinstance(where, tuple | list) and len(where) in (2, 4):
         box = where if len(where) == 4 else (where[0], where[1], where[0] + 1, where[1] + 1)
-        left, top, right, bottom = vit.in_input(box, size, "region").tolist()
+        left, top, right, bottom = vit.in_input(box, size, "point" if len(where) == 2 else "region").tolist()
         rows, columns = (torch.arange(side, dtype=torch.float32) for side in (height, width))
         inside = [
             (torch.minimum(side + 1, torch.tensor(end)) - torch.maximum(side, torch.tensor(begin))).clamp(min=0)
