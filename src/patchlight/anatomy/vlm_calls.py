@@ -99,9 +99,7 @@ def tower_facts(model: Any, paths: Sequence[str], preprocess: Preprocess, name: 
     grid, order = (preprocess.size[0] // patch, preprocess.size[1] // patch), None
     if views > 1:
         grid, across = (side // patch, side // patch), [length // side for length in preprocess.size]
-        cells = torch.arange(math.prod(grid)).view(1, 1, *grid).double()
-        for axis, tiles in enumerate(across, 2):
-            cells = cells.repeat_interleave(tiles, axis)
+        cells = torch.arange(math.prod(grid)).view(grid).double().kron(torch.ones(across))[None, None]
         order = tuple(views_of(config, cells, side // patch).flatten().argsort(stable=True).tolist())
     heads = getattr(config.vision_config, "num_attention_heads", None) or config.vision_config.num_heads
     token = image_token_of(config)
