@@ -97,8 +97,6 @@ def grad_eclip(
             lambda = 1 ("none").
         heads: "single" computes the last block, and so the score, with one head of the full width, as in the authors'
             code; this explains a different model.
-        attention: The attention that is read: that of the "block", that of the "pooler" of a model with attention
-            pooling, or "auto", the pooler's if there is one.
     """
     weighted = (_flat(b.dO) @ _flat(b.v).mT).relu()
     if cosine != "none":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from patchlight.anatomy.opened import Anatomy
@@ -13,8 +14,13 @@ from patchlight.evidence.runner import Course
 from patchlight.methods.base import layer_map
 from patchlight.methods.compositions import MEAN, Readout
 
-Attended = Literal["auto", "block", "pooler"]
-"""The attention that is read: that of the block, that of an attention pooling, or the pooling's if there is one."""
+Attended = Annotated[
+    Literal["auto", "block", "pooler"],
+    Field(
+        description="The attention that is read: that of the 'block'; that of the 'pooler' of a model with attention "
+        "pooling, applied to the output of the block; or 'auto', the pooler's if there is one."
+    ),
+]
 
 
 def reads_pooler(settings: Settings, vit: Anatomy) -> bool:
@@ -68,7 +74,5 @@ def legrad(b: Evidence, readout: Readout = "tokens", attention: Attended = "auto
     Args:
         readout: The input of the head: the mean of all "tokens" of a block's output, as in the paper, or of its
             "patches", its "cls" token, or the model's "pooling".
-        attention: The attention that is differentiated: that of the "block", that of the "pooler" of a model with
-            attention pooling, applied to each block's output, or "auto", the pooler's if there is one.
     """
     return b.positive_gradient

@@ -16,7 +16,9 @@ from patchlight.evidence.ablation import Count
 from patchlight.metrics.base import Measure, Measured, reasons_where, register_metric
 
 Norm = Literal["l2", "l1", "linf"]
-Radius = Annotated[float, Field(ge=0)]
+Noises = Annotated[int, Field(ge=1, description="Number n of noise samples.")]
+Radius = Annotated[float, Field(ge=0, description="Largest change of a value of the normalised image.")]
+Chunk = Annotated[Count | None, Field(description="Number of explanations at once; None: as many as fit in memory.")]
 _ORDER = {"l2": 2.0, "l1": 1.0, "linf": float("inf")}
 
 
@@ -42,11 +44,11 @@ def uniform_noise(shape: tuple[int, ...], n: int, radius: float, seed: int) -> T
 )
 def max_sensitivity(
     ask: Measure,
-    samples: Count = 10,
+    samples: Noises = 10,
     radius: Radius = 0.02,
     norm: Norm = "l2",
     reseed: bool = False,
-    chunk: Count | None = None,
+    chunk: Chunk = None,
 ) -> Measured:
     """Largest relative change of the map under small noise on the image.
 
@@ -57,11 +59,8 @@ def max_sensitivity(
     and `quantus` (200 samples of radius 0.2) are not comparable.
 
     Args:
-        samples: Number n of noise samples.
-        radius: Largest change of a value of the normalised image.
         norm: The norm of maps and their changes.
         reseed: Whether each explanation has its own seed; otherwise the randomness of a sampling method does not count.
-        chunk: Number of explanations at once; None: as many as fit in memory.
     """
     first = _original_maps(ask).flatten(1)
     noise = uniform_noise(tuple(ask.images.shape[1:]), samples, radius, ask.seed).to(ask.images)
@@ -133,12 +132,12 @@ _AGARWAL = {"samples": 200, "change": "relative", "low": 0.02, "radius": 0.2}
 )
 def stability(
     ask: Measure,
-    samples: Count = 10,
+    samples: Noises = 10,
     radius: Radius = 0.02,
     low: float | None = None,
     change: Literal["absolute", "relative"] = "absolute",
     per: Literal["input", "relative-input", "output", "tokens"] = "input",
-    chunk: Count | None = None,
+    chunk: Chunk = None,
 ) -> Measured:
     """Largest change of the map under small noise, per change of the image, the logits or the tokens.
 
@@ -150,13 +149,10 @@ def stability(
     change of each element by the element, so elements close to 0 dominate.
 
     Args:
-        samples: Number n of noise samples.
-        radius: Largest change of a value of the normalised image.
         low: Smallest change; None: -radius. With the presets, pixels only become brighter.
         change: "relative" divides the change of the map by the map, elementwise.
         per: The denominator: the change of the image, the relative change of its elements, the change of the logits, or
             the relative change of the tokens that leave the last block.
-        chunk: Number of explanations at once; None: as many as fit in memory.
     """
     first = _original_maps(ask).flatten(1).double()
     size = first.abs().amax(1, keepdim=True)

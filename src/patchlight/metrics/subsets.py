@@ -18,7 +18,10 @@ from patchlight.metrics.deletion import check_tokens, class_scores, count_cells
 from patchlight.metrics.groups import undefined_correlation
 
 HiddenShare = Annotated[float, Field(gt=0, lt=1)]
-Removed = Literal["patch", "token"]
+Removed = Annotated[
+    Literal["patch", "token"],
+    Field(description="'patch' paints hidden patches with the fill, 'token' removes their tokens."),
+]
 
 
 def random_sets(count: int, share: float, patches: int, seed: int) -> Tensor:
@@ -86,7 +89,6 @@ def faithfulness_correlation(
     Args:
         samples: Number of sets for each share.
         shares: Shares of the patches that a set hides.
-        unit: "patch" paints hidden patches with `fill`, "token" removes their tokens.
     """
     patches, columns, effects = count_cells(ask, unit), [], torch.empty(0)
     for place, share in enumerate(shares):
@@ -132,7 +134,6 @@ def infidelity(
         samples: Number of sets.
         share: Share of the patches that a set hides.
         scaled: Whether b is fitted to each image; otherwise it is 1.
-        unit: "patch" paints hidden patches with `fill`, "token" removes their tokens.
     """
     sets = random_sets(samples, share, count_cells(ask, unit), ask.seed)
     sums, logits = set_effects(ask, sets, unit, fill)
