@@ -121,7 +121,7 @@ def test_what_the_forward_keeps_is_what_the_notes_say() -> None:
     assert held[0] == row * vit.tokens * (28 + behind)
     assert held[vit.depth - 1] == row * (vit.tokens * 28 + behind)
     last = Ask(vit, given.images, given.targets, "logit", 0, given.rule, (vit.depth - 1,))
-    assert set(Relevance(last, "orig", "tf32").kept) == {vit.depth - 1}
+    assert set(Relevance(last, "orig", "tf32").saved) == {vit.depth - 1}
 
 
 def test_auto_is_tf32_on_cuda_but_for_lrp() -> None:
