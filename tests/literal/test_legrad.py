@@ -236,7 +236,7 @@ def test_a_zero_head_is_reported() -> None:
     vit = build("vit")
     with torch.no_grad():
         vit.model.head.weight.zero_()  # type: ignore[union-attr,operator]
-    with pytest.warns(DegenerateMap, match="no head's gradient is positive"):
+    with pytest.warns(DegenerateMap, match="no gradient is positive"):
         maps(vit, images(vit), "legrad")
 
 

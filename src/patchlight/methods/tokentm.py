@@ -128,10 +128,10 @@ def tokentm(
     `init="identity"`, this is `genatt`.
 
     This is a reconstruction, because the main paper was not available. The formulas come from the paper's supplement,
-    from summaries, and from two re-implementations that agree on C_0, w and the order of the updates. Five choices are
-    open: where E~ of attention is measured (`where`), the input of the value and output maps (`ov_input`), whether E~
-    of the MLP includes the skip (`ffn_where`), how heads are combined (`head_fusion`), and the scale of NECC
-    (`necc_scale`).
+    from summaries, and from two re-implementations that disagree; C_0, w and the order of the updates are the same in
+    both. Five choices are open: where E~ of attention is measured (`where`), the input of the value and output maps
+    (`ov_input`), whether E~ of the MLP includes the skip (`ffn_where`), how heads are combined (`head_fusion`), and the
+    scale of NECC (`necc_scale`).
 
     Each preset is one set of choices. `third-party` (the defaults) is a re-implementation that cites the paper's
     equation numbers, `libragrad` the one in the code of LibraGrad. `ov-ln1`, `attention-residual`, `ffn-residual`,
