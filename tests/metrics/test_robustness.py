@@ -15,6 +15,7 @@ from patchlight.anatomy.opened import Anatomy
 from patchlight.core.errors import PatchlightError
 from patchlight.core.targets import Targets
 from patchlight.methods.requests import resolve
+from patchlight.metrics.base import resolve_metric
 from patchlight.metrics.robustness import uniform_noise
 from patchlight.study.sources import map_function
 from tests.families import images, shared
@@ -250,3 +251,8 @@ def test_noise_that_changes_the_prediction_does_not_count() -> None:
     lost = none.parts["kept"] == 0
     assert torch.equal(lost, none.values.isnan())
     assert all(bool(reason) == bool(gone) for reason, gone in zip(none.reasons, lost, strict=True))
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    settings = resolve_metric("max-sensitivity").settings
+    assert (settings["samples"], settings["radius"]) == (10, 0.02)

@@ -12,6 +12,7 @@ from torch import Tensor
 import patchlight as pl
 from patchlight.core.errors import UndefinedMetric
 from patchlight.core.statistics import pearson
+from patchlight.metrics.base import resolve_metric
 from patchlight.metrics.subsets import random_sets
 from tests.families import images, shared
 from tests.literal.toys import linear
@@ -204,3 +205,7 @@ def test_f_fidelity_of_an_additive_model() -> None:
     torch.testing.assert_close(found.values, found.parts["plus"] - found.parts["minus"])
     turned = value(vit, batch, -exact, "f-fidelity", samples=4000, shares=(0.4, 0.6))
     torch.testing.assert_close(turned, -found.values, atol=0.1 * float(exact.abs().max()), rtol=0.1)
+
+
+def test_a_correlation_is_between_minus_one_and_one() -> None:
+    assert resolve_metric("faithfulness-correlation").metric.bounds == (-1.0, 1.0)
