@@ -119,6 +119,7 @@ def _public(node: ast.FunctionDef | ast.AsyncFunctionDef, file: Path) -> bool:
 PUBLIC = {
     "opened.py": {"__init__"},  # pl.Anatomy, which authors of families call
     "log.py": {"__init__"},  # pl.callbacks.TrainingLog
+    "answer.py": {"__init__"},  # pl.heads.Answer
     "base.py": {"draw"},  # patchlight.report.figures.draw
     "train.py": {"train"},  # pl.diffmask.train, pl.shapley.train
     "heat.py": {"overlay"},  # Attribution.overlay

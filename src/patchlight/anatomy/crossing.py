@@ -155,9 +155,9 @@ class CrossedAnatomy(Anatomy):
     def watch(self) -> None:
         super().watch()
         self.make_skippable()
-        self._watch_reaches()
+        self.watch_reaches()
 
-    def _watch_reaches(self) -> None:
+    def watch_reaches(self) -> None:
         """Register the windows of each attention with taps."""
         for path, reach in zip(self.attentions, self.reaches, strict=False):
             if reach is not None:
@@ -420,7 +420,7 @@ class CrossedAnatomy(Anatomy):
                 return None
             if (self.stages is not None or self.windows > 1) and not self.reaches:
                 self.reaches = [self._find_reach(index, inputs[index]) for index in range(len(calls))]
-                self._watch_reaches()
+                self.watch_reaches()
             last = self.run(tokens)
             self.beyond = self._find_beyond(inputs[-1])
             self.states_read = ()

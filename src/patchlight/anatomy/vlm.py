@@ -136,7 +136,7 @@ class AnswersAnatomy(TaskAnatomy):
         if self.windows > 1:
             tokens = torch.arange(float(self.fine.count))[None, :, None]
             self.reaches = [Windows(self.unflat(tokens, (1, 1, 1))[..., 0].long())] * read
-            self._watch_reaches()
+            self.watch_reaches()
         if place == "language":
             self.sinks = (
                 "language models often attend to their first tokens (attention sinks), whatever the image shows; "
