@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from patchlight.anatomy.vlm import BUNDLED
 from patchlight.zoo.shapes import SCENES
 from tests.helpers import command
 
@@ -45,6 +46,14 @@ def test_a_missed_object(tmp_path: Path) -> None:
     assert image["against"]["label"].startswith("star at ")
 
 
+def test_words_of_an_answer_fail_one_by_one(tmp_path: Path) -> None:
+    scene, prompt = BUNDLED / "scenes/scene-2.png", ("--prompt", "what shape is the yellow thing")
+    words = (*prompt, "--words", "the,yellow", "--out", str(tmp_path / "a.png"))
+    said = command("explain", str(scene), "--model", "pocket-vlm", "--method", "genatt", *words, code=3)
+    assert "almost no effect on 'the'" in said
+    assert "1 of 2 explanations failed" in said
+
+
 def test_regions(tmp_path: Path) -> None:
     mask = np.zeros((96, 96), dtype=np.uint8)
     mask[29:58, 35:64] = 255
@@ -66,6 +75,7 @@ def test_regions(tmp_path: Path) -> None:
         ((*DETECTOR, "--detections", "999999999"), "--detections 999999999 is not possible; give 1 to 1000", 2),
         ((*SEGMENTER, "--point", "300,3"), "point [300, 3] lies outside the image", 3),
         ((*SEGMENTER, "--region", "9,9,20,20", "--against-region", "1,1,5,5"), "contrasted with another class", 2),
+        ((*SEGMENTER[:-1], "tis"), "pixels can be filled (--unit patch); methods that work", 2),
         ((*SEGMENTER, "--detections", "2"), "and pocket-segmenter is a model for segmentation", 2),
     ],
 )

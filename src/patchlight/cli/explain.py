@@ -224,7 +224,9 @@ def _print(done: WrittenFiles, methods_used: common.UsedMethods, options: dict[s
     for gains in dict.fromkeys(", ".join(f"{each['word']} {each['gain']:z.1f}" for each in words) for words in answers):
         common.show(f"The image adds, in nats: {gains}. Words with 0.0 follow from the question alone.")
     if errors:
-        common.show(f"{len(errors)} of {len(errors) + len(done.images)} images failed.")
+        paths = [result["path"] for result in (*errors, *done.images)]
+        noun = "images" if len(set(paths)) == len(paths) else "explanations"  # an image may have several questions
+        common.show(f"{len(errors)} of {len(paths)} {noun} failed.")
     if 1 <= len(done.written) <= 3:
         common.show(f"Wrote {' and '.join(done.written)}")
     elif done.written:

@@ -104,6 +104,11 @@ def removes_tokens(settings: Settings, vit: Anatomy) -> str | None:
     return vit.cannot_remove(settings["unit"]) if drops(settings["unit"], settings.get("fill")) else None
 
 
+def advise_patches(reason: str) -> str:
+    """Why tokens cannot be removed, followed by the unit that works unless the reason names it."""
+    return reason if "unit='patch'" in reason else f"{reason}; unit='patch' works"
+
+
 def only_images(settings: Settings, vit: Anatomy) -> str | None:
     """Why pictures cannot be masked or warped: the model takes other inputs; None if it takes images."""
     if vit.layout.inputs == "images" or settings.get("unit", "pixel") != "pixel":

@@ -18,7 +18,7 @@ from patchlight.evidence.fills import Fill
 from patchlight.evidence.kmeans import draw_initial, kmeans
 from patchlight.methods.base import Ask, Estimate, Reads, ablates
 from patchlight.methods.maps import estimate as estimate_maps
-from patchlight.methods.masking import Ratio
+from patchlight.methods.masking import Ratio, advise_patches
 from patchlight.methods.requests import refusal, resolve
 from patchlight.methods.sampling import Tolerance, in_rounds
 from patchlight.methods.tis import activation_points, block_outputs, sampled_scores
@@ -168,7 +168,7 @@ def _source(masks: MaskSource | Literal["auto"], vit: Anatomy) -> MaskSource:
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if settings["unit"] == "token" and vit.can_drop is not None:
-        return f"{vit.can_drop}; unit='patch' works"
+        return advise_patches(vit.can_drop)
     if settings["masks"] == "activations" and vit.depth == 0:
         return f"{vit.name} is opened as a feature map, without blocks to make masks of; masks='grids' works"
     prior = settings["prior"]

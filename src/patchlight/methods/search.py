@@ -19,7 +19,7 @@ from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, free_c
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.methods.base import Ask, Estimate, ablates
 from patchlight.methods.lime import patch_labels, picture
-from patchlight.methods.masking import owners, score_kept
+from patchlight.methods.masking import advise_patches, owners, score_kept
 from patchlight.methods.orders import Order, SetFunction, complements, guided_order, phased_order
 from patchlight.methods.posterior import prior_estimate
 from patchlight.methods.requests import Request, refusal, resolve
@@ -140,7 +140,7 @@ def prior_settings(prior: str, samples: int | None) -> dict[str, int]:
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if settings["unit"] == "token" and vit.can_drop is not None:
-        return f"{vit.can_drop}; unit='patch' works"
+        return advise_patches(vit.can_drop)
     if settings["regions"] == "slic" and (len(vit.grid) != 2 or vit.layout.inputs != "images"):
         return f"SLIC segments are made of pictures, and {vit.name} takes {vit.layout.inputs}; regions='square' works"
     return refuse_prior(settings, vit)

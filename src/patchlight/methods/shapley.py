@@ -17,7 +17,7 @@ from patchlight.evidence.ablation import TokenSubsets
 from patchlight.evidence.coalitions import draw_coalitions, members_first, no_coalitions, seen_tokens
 from patchlight.evidence.fills import Fill, drops
 from patchlight.methods.base import Ask, Estimate, ablates
-from patchlight.methods.masking import in_sets, owners, removes_tokens, score_patches, shared_in_sets
+from patchlight.methods.masking import advise_patches, in_sets, owners, removes_tokens, score_patches, shared_in_sets
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
@@ -78,7 +78,7 @@ def constrained_values(z: Tensor, gain: Tensor, total: Tensor, weight: Tensor | 
 
 def _why_not_drop(vit: Anatomy) -> str | None:
     reason = no_coalitions(vit)
-    return None if reason is None else f"{reason}; unit='patch' works"
+    return None if reason is None else advise_patches(reason)
 
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:

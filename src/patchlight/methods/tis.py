@@ -15,7 +15,7 @@ from patchlight.evidence.ablation import Count, PixelMasks, TokenSubsets, Varian
 from patchlight.evidence.fills import Fill, fill_images
 from patchlight.evidence.kmeans import Empty, draw_initial, kmeans
 from patchlight.methods.base import Ask, Estimate, Reads, ablates
-from patchlight.methods.masking import Ratio, Ratios, owners
+from patchlight.methods.masking import Ratio, Ratios, advise_patches, owners
 from patchlight.methods.sampling import Tolerance, in_rounds, jackknife
 
 
@@ -96,7 +96,7 @@ def sampled_scores(
 
 def _refuses(settings: Settings, vit: Anatomy) -> str | None:
     if settings["unit"] == "token" and vit.can_drop is not None:
-        return vit.can_drop + "; unit='patch' works" * bool(vit.depth)
+        return advise_patches(vit.can_drop) if vit.depth else vit.can_drop
     return None if vit.depth else f"it clusters the outputs of blocks, and {vit.name} is opened as a feature map"
 
 
