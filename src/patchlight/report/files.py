@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from patchlight.anatomy.heads import Box
 from patchlight.anatomy.opened import Anatomy
 from patchlight.core.attribution import Attribution, Attributions
 from patchlight.core.drawing import figure_format
@@ -192,13 +193,14 @@ def _distinct(names: Sequence[Path]) -> list[Path]:
 def _explain_each(
     questions: Sequence[Anatomy], paths: list[Path], options: ExplainOptions, log: FileLog
 ) -> Iterator[ExplainedFile]:
-    """Yield the images of each question; an image without the first detection is skipped for the second."""
+    """Yield the images of each question. Of detections, an image without one has no later ones and is skipped."""
     for question in questions:
         explained_paths = []
         for file in explain_files(question, paths, options, log):
             explained_paths.append(file.path)
             yield file
-        paths = explained_paths
+        if isinstance(question.question, Box):
+            paths = explained_paths
 
 
 def write_explanations(
