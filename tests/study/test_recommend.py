@@ -316,7 +316,7 @@ def test_costs_are_seconds_per_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median of the latest ones; a race of four images at once predicts as one of single images."""
     monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: 10.0))
     worker = RaceWorker(SimpleNamespace(vit=None), None, SimpleNamespace(about={"seed": 0}), None, 1.0)  # type: ignore[arg-type]
-    assert [worker._spent("ixg", "srg", start, 4) for start in (2.0, 6.0, 9.0)] == [2.0, 1.0, 0.25]
+    assert [worker._record_seconds("ixg", "srg", start, 4) for start in (2.0, 6.0, 9.0)] == [2.0, 1.0, 0.25]
     assert worker.cost("ixg", "srg") == 1.0
 
 

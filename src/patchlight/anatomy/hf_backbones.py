@@ -219,7 +219,7 @@ def _kind_of(saved: str, name: str, weights: Mapping[str, Tensor] | None) -> tup
     classifies = weights is not None and "classifier.weight" in weights
     others = ("ForVideoClassification", "ForAudioClassification", "ForObjectDetection")
     kind = PRETRAINED.get(saved, saved)
-    if saved in ANSWERING or saved.endswith(others) or segments(kind):
+    if saved in ANSWERING or saved in HuggingFaceAnatomy.known or saved.endswith(others) or segments(kind):
         return kind, {}
     if classifies or kind not in supported():
         return "", {}

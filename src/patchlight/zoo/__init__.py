@@ -16,11 +16,11 @@ def read_card(file: str) -> dict[str, Any]:
     return card
 
 
-def load_weights(model: Model, file: str) -> Model:
+def load_weights(model: Model, path: Path) -> Model:
     """Load bundled weights into a model, in float32."""
     import safetensors.torch
 
-    weights = safetensors.torch.load_file(ZOO / file)
+    weights = safetensors.torch.load_file(path)
     floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     model.load_state_dict(floats, strict=True)  # type: ignore[attr-defined]
     return model

@@ -34,4 +34,4 @@ def build(task: str, trained: bool = True) -> PocketViT:
 
     card = description()
     model = PocketViT(num_classes=len(card["tasks"][task]["classes"]), **card["architecture"])
-    return (load_weights(model, f"ground-truth/{task}.safetensors") if trained else model).eval()
+    return (load_weights(model, FOLDER / f"{task}.safetensors") if trained else model).eval()

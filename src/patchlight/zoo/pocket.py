@@ -39,4 +39,4 @@ def build(trained: bool = True) -> PocketViT:
 
     shared = ("qkv_bias", "class_token", "global_pool")  # what every PocketViT has
     model = PocketViT(**{key: value for key, value in description()["architecture"].items() if key not in shared})
-    return (load_weights(model, WEIGHTS.name) if trained else model).eval()
+    return (load_weights(model, WEIGHTS) if trained else model).eval()

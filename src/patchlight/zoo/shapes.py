@@ -29,4 +29,4 @@ def build(name: str, trained: bool = True) -> Any:
     config = kind.config_class(**card["architecture"])
     config.id2label = dict(enumerate(card["classes"]))
     model = kind(config)
-    return (load_weights(model, f"{name}.safetensors") if trained else model).eval()
+    return (load_weights(model, ZOO / f"{name}.safetensors") if trained else model).eval()

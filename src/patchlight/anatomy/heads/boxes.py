@@ -185,7 +185,7 @@ class Box(DetectionQuestion):
             raise PatchlightError(f"box has {len(box)} numbers; give left, top, right and bottom")
         self.detection = integer("detection", 0 if detection is None else detection, 0)
         self.query = None if query is None else integer("query", query, 0)
-        self.box = None if box is None else list(box)
+        self.box = None if box is None else tuple(box)
         self.label, self.score, self.missed = label, score, missed
         self.threshold = threshold
         self.labels = ["detection"]
@@ -235,7 +235,7 @@ class Box(DetectionQuestion):
             detection=self.detection if self.query is None and self.box is None else None,
             query=self.query,
             threshold=self.threshold or None,
-            box=self.box,
+            box=None if self.box is None else list(self.box),
             label=self.label,
             score=self.score,
             missed=self.missed,
