@@ -67,7 +67,7 @@ def _targets(name: str, count: int) -> Targets:
 def _together() -> dict[str, torch.Tensor]:
     """All one-pass maps of the four images, from one call."""
     requests = [resolve(asked, settings) for asked, settings in ONE_PASS.values()]
-    with pytest.warns(DegenerateMap, match="attcam: the map of image 1 is constant: all heads have negative mean gradients"):
+    with pytest.warns(DegenerateMap, match="image 1 is constant: all heads have negative mean gradients"):
         _, maps = compute(deit_tiny(), inputs(), requests, _targets("genatt", 4), 0)
     return {name: scores[:, 0] for name, scores in zip(ONE_PASS, maps, strict=True)}
 
