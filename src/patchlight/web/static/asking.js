@@ -26,7 +26,7 @@ const ask = (head) => set({ head, target: null, against: null });
 
 /** The question that the maps answer, in words. */
 export function title(index) {
-  const { head } = state, name = label(index).replace(/ [\d.]+ at [-\d ]+$/, "");
+  const { head } = state, name = label(index).replace(/ at [-\d ]+$/, "");
   if (facts.model.task === "answers") return `Why “${name}”?`;
   if (head?.missed) return `Why was “${name}” missed here?`;
   return head?.box ? `Why “${name}” here?` : `Why this “${name}”?`;
